@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 from gradkeep.remat import read_log, record
 
 BAR = 15.0  # us per operator

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from gradkeep import datamodels, errors, evaluate, query, remat, store
     from gradkeep._preview import Preview
     from gradkeep.attribution._attribute import attribute
-    from gradkeep.attribution._method import Method, Scorer
     from gradkeep.attribution._once import attribute_once
+    from gradkeep.attribution._question import Method, Scorer
     from gradkeep.attribution._registry import methods, register_method
     from gradkeep.attribution._scores import Scores, combine
     from gradkeep.attribution._shown_scores import show
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution._text_similarity import text_similarity
     from gradkeep.attribution._tokens import attribute_tokens
     from gradkeep.capturing._capture import capture
-    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._first_batch import Keep
     from gradkeep.capturing._plan import plan
     from gradkeep.capturing._recording import recording
     from gradkeep.capturing._report import Captured, CaptureWarning, layers
@@ -58,16 +58,16 @@ _MODULES = {
     "Captured": "gradkeep.capturing._report",
     "Classification": "gradkeep.capturing.tasks._tasks",
     "GradkeepError": "gradkeep.errors",
-    "Keep": "gradkeep.capturing._keep",
+    "Keep": "gradkeep.capturing._first_batch",
     "LanguageModelling": "gradkeep.capturing.tasks._language",
     "LayerGradients": "gradkeep.capturing.rules._layers",
     "LayerRule": "gradkeep.capturing.rules._rules",
     "Measured": "gradkeep.capturing.tasks._tasks",
-    "Method": "gradkeep.attribution._method",
+    "Method": "gradkeep.attribution._question",
     "Preview": "gradkeep._preview",
     "Projection": "gradkeep.curvature._sketches",
     "Regression": "gradkeep.capturing.tasks._tasks",
-    "Scorer": "gradkeep.attribution._method",
+    "Scorer": "gradkeep.attribution._question",
     "Scores": "gradkeep.attribution._scores",
     "Store": "gradkeep.store",
     "Task": "gradkeep.capturing.tasks._tasks",

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import _moments, _row_making
+from gradkeep.capturing import _moments, _rows
 from gradkeep.curvature._kept_moments import KeptMoments
 
 KEY = gk.store.CaptureKey("final", "train")
@@ -116,14 +116,14 @@ def test_a_byte_budget_bounds_them(tmp_path):
 def test_an_interrupted_capture_ends_with_the_same_bytes(tmp_path, after, monkeypatch):
     loader, options = batches(size=6), {"memory_budget": "300KB"}
     captured(tmp_path / "whole", loader, **options)
-    calls, original = iter(range(150)), _row_making.RowFeed.add
+    calls, original = iter(range(150)), _rows.RowFeed.add
 
     def torn(*given):
         if next(calls) == after:
             raise KeyboardInterrupt
         return original(*given)
 
-    monkeypatch.setattr(_row_making.RowFeed, "add", torn)
+    monkeypatch.setattr(_rows.RowFeed, "add", torn)
     with pytest.raises(KeyboardInterrupt):
         captured(tmp_path / "torn", loader, **options)
     monkeypatch.undo()
@@ -231,7 +231,7 @@ def test_long_names_and_names_with_dots_have_their_own_place():
 
 def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
     moments = _moments.FirstMoments
-    original = moments.of
+    original = moments.batch_sums
 
     def broken(self, piece, measured):
         found = original(self, piece, measured)
@@ -239,6 +239,6 @@ def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moments, "of", broken)
+        patch.setattr(moments, "batch_sums", broken)
         captured(tmp_path)
     assert not gk.open(tmp_path).has(KEY.moments)

@@ -6,7 +6,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.capturing import _replay
-from gradkeep.capturing._calls import _ends, fill, watching
+from gradkeep.capturing._tracer import _earliest, fill, watching
 from gradkeep.data import model
 from gradkeep.errors import BudgetError
 
@@ -150,8 +150,11 @@ def test_gradients_on_the_way_are_those_at_the_end():
     with watching(list(net)) as calls:
         target = run()
     nodes = {call.edges[0].node for call in calls}
-    assert {call.module for call in calls if call.edges[0].node in _ends(nodes)} == {net[0], net[1]}
-    fill(calls, target, arrived=lambda call: seen.append(call.module))
+    assert {call.module for call in calls if call.edges[0].node in _earliest(nodes)} == {
+        net[0],
+        net[1],
+    }
+    fill(calls, target, callback=lambda call: seen.append(call.module))
     assert seen == [net[3], net[2]]
     for call, suffix in zip(calls, wanted, strict=True):
         assert torch.equal(call.suffix(), suffix)

@@ -123,7 +123,7 @@ def test_methods_are_listed_with_what_they_need(call):
         (("name: mlp", "name: mlpp"), "mlp"),
         (("kind: digits, rows: 40", "kind: digit"), "digits"),
         (("early.pt", "none.pt"), "no such checkpoint"),
-        (("batch_size: 16", "task: guessing"), "no task 'guessing'"),
+        (("batch_size: 16", "task: guessing"), "task 'guessing'"),
     ],
 )
 def test_mistakes_in_the_file_are_told(config, call, change, words):

@@ -133,7 +133,7 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["init", "store"], "--spec, --from and --grow"),
+        (["init", "store"], "--spec"),
         (["init", "store", "--spec", "none.json"], "no such file"),
         (["init", "new", "--from", "."], "published arrays are not here"),
         (["run", "store", "--main", "no.such"], "no such module"),
@@ -144,10 +144,10 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
         (["run", "store", "--main", "train_model", "--address", "auto"], "--engine ray"),
         (["run", "store", "--main", "train_model", "--name", "x"], "no such models"),
         (["status", "nowhere"], "no store here"),
-        (["fit", "store", "--save", "f"], "no model is done"),
-        (["fit", "store", "--save", "f", "--output", "x"], "which arrays"),
-        (["analyze", "store", "top"], "which fit"),
-        (["analyze", "store", "taste"], "no such analysis"),
+        (["fit", "store", "--save", "f"], "gradkeep datamodels run"),
+        (["fit", "store", "--save", "f", "--output", "x"], "--masks"),
+        (["analyze", "store", "top"], "--fit"),
+        (["analyze", "store", "taste"], "unknown analysis"),
     ],
 )
 def test_mistakes_are_told_with_what_to_do(inline, place, arguments, words):

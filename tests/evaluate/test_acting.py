@@ -62,7 +62,7 @@ def test_groups_of_features_and_of_given_scores(planted):
         assert len(listed) == len({*listed.tolist()})
         helped = [group.helps for group in found.groups]
         assert helped == sorted(helped, reverse=True)
-    with pytest.raises(EvaluationError, match="no such query"):
+    with pytest.raises(EvaluationError, match="not scored"):
         gk.groups(scores, 99)
     with pytest.raises(EvaluationError, match="not of the training rows"):
         gk.groups(scores, 3, columns={"source": ["a"]})

@@ -80,7 +80,7 @@ def test_leave_one_out_is_what_leaving_out_by_hand_says(world):
 
 def test_what_cannot_be_retrained_is_refused(world):
     scores = gk.attribute(world, method="kernel")
-    with pytest.raises(EvaluationError, match="no query with id 99"):
+    with pytest.raises(EvaluationError, match="not scored"):
         evaluate.removal_curve(scores, recipe(), queries=[99])
     with pytest.raises(EvaluationError, match="sizes"):
         evaluate.removal_curve(scores, recipe(), sizes=[ROWS])

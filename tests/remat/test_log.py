@@ -108,21 +108,21 @@ def test_releases_of_unknown_names_are_counted():
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (["{broken"], "line 1: not JSON"),
-        (["[]"], "line 1: no INSTRUCTION"),
-        ([line("EXPLODE", NAME="x")], "unknown instruction"),
-        ([line("CONSTANT")], "CONSTANT without NAME"),
-        ([line("CONSTANT", NAME="w")], "ends too early"),
+        (["{broken"], "line 1: .*malformed"),
+        (["[]"], "line 1: not an instruction"),
+        ([line("EXPLODE", NAME="x")], "line 1: .*EXPLODE"),
+        ([line("CONSTANT")], "line 1: .*NAME"),
+        ([line("CONSTANT", NAME="w")], "line 1: another line"),
         (
             [line("CONSTANT", NAME="w"), line("MEMORY", NAME="v", MEMORY="1")],
             "line 2: another line",
         ),
-        ([line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="x")], "line 2: MEMORY of"),
-        ([line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="-1")], "negative size"),
+        ([line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="x")], "line 2: .*MEMORY"),
+        ([line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="-1")], "line 2: .*MEMORY"),
         ([line("MEMORY", NAME="w", MEMORY="1")], "belongs to no CALL"),
         ([*constant("w", 1), *call("y", ["q"])], "line 3: a tensor that no line before defines"),
         ([*constant("w", 1), *call("y", ["w"], alias=1)], "an alias of no argument"),
-        ([*constant("w", 1), *call("y", ["w"], time=-3)], "negative TIME"),
+        ([*constant("w", 1), *call("y", ["w"], time=-3)], "line 3: .*TIME"),
         ([*constant("w", 1), *call("w", ["w"])], "a result that exists already"),
         ([*constant("w", 1), line("COPY", DST="w", SRC="w")], "a copy to a name that exists"),
         ([*constant("w", 1), *constant("w", 2)], "line 3: a constant that exists already"),
@@ -135,7 +135,7 @@ def test_releases_of_unknown_names_are_counted():
             [*constant("w", 1), *[line("RELEASE", NAME="w")] * 2],
             "line 4: a release of a storage without references",
         ),
-        ([line("CALL", NAME="f", RESULT="y", ARGS=[], TIME="1")], "RESULT of CALL is not a list"),
+        ([line("CALL", NAME="f", RESULT="y", ARGS=[], TIME="1")], "line 1: .*RESULT"),
     ],
 )
 def test_bad_logs_are_told_with_their_line(parts, words):

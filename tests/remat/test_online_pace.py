@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 from gradkeep.remat.online._runtime import OnlineRuntime, Pace
 
 

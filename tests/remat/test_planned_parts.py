@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 from gradkeep.remat._tensors import beside_compiler
 from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
 from gradkeep.remat.planned._planned_step import PlannedStep, unpack

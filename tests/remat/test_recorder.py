@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, record, unlimited_peak
 from gradkeep.remat._log_recorder import LoggedCall, LoggedStep

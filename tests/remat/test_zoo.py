@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gradkeep.data.architectures._catalog import build, default_sizes, published_sizes, zoo
+from gradkeep.compat.dtr.zoo import build, default_sizes, published_sizes, zoo
 from gradkeep.errors import RematError
 
 QUICK = [
@@ -120,7 +120,7 @@ def test_sizes_change_what_is_built():
 
 def test_listing_the_zoo_needs_no_torch():
     code = (
-        "import sys, gradkeep.data.architectures._catalog as d; d.zoo(); d.default_sizes('unet'); "
+        "import sys, gradkeep.compat.dtr.zoo as d; d.zoo(); d.default_sizes('unet'); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ import torch
 from gradkeep._budgets import parse_bytes
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._method import OverCheckpoints
+    from gradkeep.attribution._question import OverCheckpoints
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -13,8 +13,7 @@ from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep._display import progress as shown
 from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
-from gradkeep.attribution._method import Method, options_for
-from gradkeep.attribution._question import AttributionQuestion, checkpoints_asked, make_question
+from gradkeep.attribution._question import AttributionQuestion, Method, make_question, options_for
 from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep._display import ProgressReport
-    from gradkeep.attribution._method import Scorer
+    from gradkeep.attribution._question import Scorer
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._engine import ComputeWish
@@ -135,8 +134,6 @@ class _ScoreJob:
         return [self._scored(open_store(self.store, create=False), n) for n in numbers]
 
     def _scored(self, store: Store, number: int) -> dict[str, Any]:
-        from gradkeep.attribution._attribute import attribute
-
         scores = attribute(store, ids=self.blocks[number], **self.arguments)
         values = scores.values if scores.per_layer is None else scores.per_layer
         missing = self.size - values.shape[-2]
@@ -216,24 +213,32 @@ def attribute(
     asked = method or default_method(store, run=run, train=train, name=name)
     chosen = method_named(asked)
     told = options_for(chosen, options)
-    splits = (queries, train) if chosen.about_queries else (train,)
-    at = checkpoints_asked(store, run=run, checkpoints=checkpoints, splits=splits, name=name)
-    _check(chosen, [str(place) for place in at], per_layer=per_layer)
     question = make_question(
         store,
-        queries=splits[0],
+        queries=queries if chosen.about_queries else train,
         train=train,
         name=name,
-        checkpoints=at,
+        run=run,
+        checkpoints=checkpoints,
         ids=ids if chosen.about_queries else None,
         layers=layers,
         compute=compute,
         memory_budget=memory_budget,
         per_layer=per_layer,
     )
+    at = tuple(str(place) for place in question.checkpoints)
+    if len(at) > 1 and chosen.over == "one":
+        raise AttributionError(
+            f"{chosen.name} is about one checkpoint, not about {', '.join(at)}",
+            fix=f"pass checkpoints={at[-1]!r}, or method='tracin' for all of them",
+        )
+    if per_layer and not chosen.layered:
+        raise AttributionError(
+            f"the scores of {chosen.name} are not sums over layers",
+            fix="pass layers= to see what some layers say, or use dot, tracin or kernel",
+        )
     if save is not None:
-        at_names = tuple(str(place) for place in at)
-        check_free(store, save, method=chosen.name, checkpoints=at_names)
+        check_free(store, save, method=chosen.name, checkpoints=at)
     with shown(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if (workers is not None or engine is not None) and chosen.about_queries:
@@ -297,7 +302,9 @@ def _computed(
         over=chosen.over,
         memory_budget=question.memory_budget,
     )
-    step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
+    budget = question.memory_budget
+    tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
+    step = max(1, min(count, tile // max(1, 4 * rows * (len(layers) if parts else 1))))
     scorer: Scorer | None = None
     solutions: list[Solution | None] = []
     done, total = 0, len(question.checkpoints) * count * rows
@@ -311,10 +318,15 @@ def _computed(
         scorer = None
         scorer = chosen.prepare(at, told)
         for start in range(0, count, step):
-            found = scorer.score(start, min(start + step, count))
-            _check_numbers(chosen, found, str(at.place))
-            tally.add(start, found)
-            done = (number * count + start + found.shape[-2]) * rows
+            part = scorer.score(start, min(start + step, count))
+            if not bool(part.isfinite().all()):
+                raise AttributionError(
+                    f"{chosen.name} produced non-finite scores at {at.place}",
+                    fix="look for damaged or exploded gradients: "
+                    "gk.gradients(store, split=...).norms()",
+                )
+            tally.add(start, part)
+            done = (number * count + start + part.shape[-2]) * rows
             if report is not None:
                 report(done, total, "")
         solutions.append(scorer.solution())
@@ -331,6 +343,11 @@ def _as_scores(
 ) -> Scores:
     first = question.at()[0]
     train, block = first.train_block, first.query_block
+    labels = _labels(block) if chosen.about_queries else None
+    outputs = getattr(told, "target", "loss") == "output"
+    about_output = "; about the query's output, not its loss" if outputs else ""
+    # Arrays and other large options by their type.
+    options = {part.name: getattr(told, part.name) for part in dataclasses.fields(told)}
     return Scores(
         values=made.values.sum(0) if question.per_layer else made.values,
         query_ids=block.ids[question.positions] if chosen.about_queries else np.zeros(1, np.int64),
@@ -340,12 +357,12 @@ def _as_scores(
         train=question.train,
         checkpoints=tuple(str(place) for place in question.checkpoints),
         layers=_layers(train, question),
-        scale=_scale(chosen, told),
+        scale=chosen.summary + about_output,
         exact=chosen.exact and made.approximate is None,
         approximate=made.approximate,
-        options=_written(told),
-        query_labels=_labels(block, question.positions) if chosen.about_queries else None,
-        train_labels=_labels(train, None),
+        options=json.dumps(options, default=lambda value: type(value).__name__, sort_keys=True),
+        query_labels=None if labels is None else labels[question.positions],
+        train_labels=_labels(train),
         confidence=made.confidence,
         per_layer=made.values if question.per_layer else None,
         captures={
@@ -359,61 +376,22 @@ def _as_scores(
     )
 
 
-def _scale(chosen: Method, told: Any) -> str:
-    """What a score is, in words; scores of outputs say so."""
-    if getattr(told, "target", "loss") == "output":
-        return f"{chosen.summary}; about the query's output, not its loss"
-    return chosen.summary
-
-
 def kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
     """What the captures hold in place of gradients; an error if the method needs those."""
-    told: dict[str, None] = {}
-    for at in question.at():
-        for block in (at.train_block, at.query_block):
-            forms = [form_from_fields(layer.form) for layer in block.schema.layers if layer.form]
-            if any(form.whitened for form in forms) and not chosen.whitened:
-                raise AttributionError(
-                    f"{chosen.name} needs gradients, and these captures hold whitened coordinates",
-                    found=block.schema.fingerprints.get("kept"),
-                    fix="method='ekfac' is what their products are; or capture with keep='exact', or "
-                    "with gk.Keep(bytes, coordinates='random') under another name=",
-                )
-            words = dict.fromkeys(form.approximate for form in forms if not form.exact)
-            if words:
-                told[str(block.schema.fingerprints.get("kept") or ", ".join(map(str, words)))] = (
-                    None
-                )
-    return "; ".join(told) or None
-
-
-def _check(chosen: Method, at: list[str], *, per_layer: bool) -> None:
-    if len(at) > 1 and chosen.over == "one":
-        raise AttributionError(
-            f"{chosen.name} is about one checkpoint",
-            found=", ".join(at),
-            fix=f"pass checkpoints={at[-1]!r}, or method='tracin' for all of them",
-        )
-    if per_layer and not chosen.layered:
-        raise AttributionError(
-            f"the scores of {chosen.name} are not sums over layers",
-            fix="pass layers= to see what some layers say, or use dot, tracin or kernel",
-        )
-
-
-def _check_numbers(chosen: Method, found: Any, at: str) -> None:
-    if not bool(found.isfinite().all()):
-        raise AttributionError(
-            f"{chosen.name} gave scores that are no numbers at {at}",
-            found="NaN or infinity",
-            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
-        )
-
-
-def _queries_at_once(question: AttributionQuestion, row: int, count: int) -> int:
-    budget = question.memory_budget
-    tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
-    return max(1, min(count, tile // (4 * max(1, row))))
+    descriptions: list[str] = []
+    for block in question.opened.values():
+        forms = [form_from_fields(layer.form) for layer in block.schema.layers if layer.form]
+        if any(form.whitened for form in forms) and not chosen.whitened:
+            raise AttributionError(
+                f"{chosen.name} needs gradients, and these captures hold whitened coordinates",
+                found=block.schema.fingerprints.get("kept"),
+                fix="method='ekfac' is what their products are; or capture with keep='exact', or "
+                "with gk.Keep(bytes, coordinates='random') under another name=",
+            )
+        words = dict.fromkeys(str(form.approximate) for form in forms if not form.exact)
+        if words:
+            descriptions.append(str(block.schema.fingerprints.get("kept") or ", ".join(words)))
+    return "; ".join(dict.fromkeys(descriptions)) or None
 
 
 def _layers(block: Block, question: AttributionQuestion) -> tuple[str, ...]:
@@ -424,14 +402,5 @@ def _layers(block: Block, question: AttributionQuestion) -> tuple[str, ...]:
     return tuple(at.train(kept).forms)
 
 
-def _labels(block: Block, positions: Any) -> Any:
-    if "label" not in block.names:
-        return None
-    labels = block.column("label")
-    return labels if positions is None else labels[positions]
-
-
-def _written(told: Any) -> str:
-    """The options as JSON, arrays and other large things by their type."""
-    values = {part.name: getattr(told, part.name) for part in dataclasses.fields(told)}
-    return json.dumps(values, default=lambda value: type(value).__name__, sort_keys=True)
+def _labels(block: Block) -> Any:
+    return block.column("label") if "label" in block.names else None

@@ -177,7 +177,6 @@ def checked_probabilities(probabilities: Any) -> AnyArray:
             "these are no probabilities",
             found=f"values from {found.min():.3g} to {found.max():.3g}, rows that sum to "
             f"{found.sum(1).min():.3g} to {found.sum(1).max():.3g}",
-            expected="numbers from 0 to 1 that sum to 1 in every row",
             fix="apply softmax to logits, or exp to log-probabilities",
         )
     return np.asarray(found / found.sum(1, keepdims=True))

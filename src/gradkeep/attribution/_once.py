@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from gradkeep._display import progress as shown
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
+from gradkeep.attribution.scorers._kfac import APPROXIMATE
 from gradkeep.capturing._audit import buffers_kept, is_steady
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._capture import capture
@@ -22,33 +22,29 @@ from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import task_batches
 from gradkeep.capturing._moments import measure_moments
 from gradkeep.capturing._readiness import in_mode, ready
+from gradkeep.capturing._tracer import Reducer, empty_gradients
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._arithmetic import RESTORED
-from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._outer import OuterRows
 from gradkeep.store import Memory
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
 
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Durability
 
 _DIRECTIONS = 4 << 30
-_SUMMARY = {
-    "dot": "inner product of the loss gradients",
-    "kfac": "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each "
-    "layer a Kronecker product",
-}
 
 
 @checked(AttributionError)
@@ -83,15 +79,19 @@ def attribute_once(
     ...     task=gk.Classification()).shape
     (2, 6)
     """
-    if method not in _SUMMARY:
-        return _in_memory(
-            *(model, train, queries, task, method),
-            layers=layers,
-            mode=mode,
-            memory_budget=memory_budget,
-            progress=progress,
-            options=options if damping is None else {**options, "damping": damping},
+    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
+    chosen = method_named(method)
+    if method not in ("dot", "kfac"):
+        store = open_store(_BoundedMemory(limit))
+        for split, loader in (("train", train), ("test", queries)):
+            how: Any = {"layers": layers, "mode": mode, "progress": progress}
+            capture(store, model, loader, task=task, split=split, **how)
+        if damping is not None:
+            options["damping"] = damping
+        scores = attribute(
+            store, method=method, memory_budget=memory_budget, progress=progress, **options
         )
+        return dataclasses.replace(scores, store=None)
     if options:
         raise AttributionError(
             f"{method} has no option {', '.join(map(repr, options))} here",
@@ -110,7 +110,6 @@ def attribute_once(
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
         is_steady(model, task, rows.first, mode)
-        limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
         directions, factors, query_ids = _held(tracer, asked, device, limit, dense=method == "kfac")
         if method == "kfac":
             found = measure_moments(tracer, (batch for _, batch in rows), device)
@@ -119,20 +118,32 @@ def attribute_once(
                     tuple(fisher_basis(one, unit.name) for one in found.moments.pop(unit))
                 )
                 directions[unit] = fisher.solved(directions[unit], added)
-        passing = _Passing(directions, factors)
+        products: list[Tensor] = []
+
+        def multiply(unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+            """Add a layer's products `[Q, B]` with the queries to those of the batch."""
+            kept = piece.rows.widened()
+            if unit in factors:
+                one = piece.form.dot(factors[unit], kept, compute="factored", scratch=RESTORED)
+            else:
+                along = directions[unit].to(kept.example)
+                one = piece.form.along(kept, along, scratch=RESTORED)
+            products[-1] += one.float()
+            return empty_gradients(piece)
+
+        reducer = Reducer([*directions, *factors], multiply)
         ids = []
         total = rows.num_rows
         for own, batch in rows:
-            tracer.run(batch, device=device, soon=passing)
-            passing.finish(len(own))
+            products.append(torch.zeros(len(query_ids), len(own), device=device))
+            tracer.run(batch, device=device, reducer=reducer)
             ids.append(own)
             if progress:
                 report(sum(map(len, ids)), total or sum(map(len, ids)))
-    values = torch.cat(passing.done, 1).cpu().numpy()
+    values = torch.cat(products, 1).cpu().numpy()
     if not np.isfinite(values).all():
         raise AttributionError(
-            "some scores are no numbers",
-            found="NaN or infinity",
+            "some scores are not finite",
             fix="look for exploded losses, or take an earlier checkpoint",
         )
     return Scores(
@@ -141,46 +152,10 @@ def attribute_once(
         train_ids=np.concatenate(ids),
         method=method,
         layers=tuple(unit.name for unit in tracer.units),
-        scale=_SUMMARY[method],
+        scale=chosen.summary,
         exact=method == "dot",
-        approximate=None
-        if method == "dot"
-        else "layers are independent, and each one's Fisher matrix is a Kronecker product",
+        approximate=None if method == "dot" else APPROXIMATE,
     )
-
-
-def _in_memory(
-    model: nn.Module,
-    train: Iterable[Any],
-    queries: Iterable[Any],
-    task: Task,
-    method: str,
-    *,
-    layers: LayerChoice,
-    mode: Mode | None,
-    memory_budget: float | str | None,
-    progress: bool,
-    options: Mapping[str, Any],
-) -> Scores:
-    """The scores of captures that are held in memory for as long as the question takes."""
-    method_named(method)  # before anything runs
-    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
-    store = open_store(_BoundedMemory(limit))
-    for split, loader in (("train", train), ("test", queries)):
-        capture(
-            store,
-            model,
-            loader,
-            task=task,
-            split=split,
-            layers=layers,
-            mode=mode,
-            progress=progress,
-        )
-    scores = attribute(
-        store, method=method, memory_budget=memory_budget, progress=progress, **options
-    )
-    return dataclasses.replace(scores, store=None)
 
 
 class _BoundedMemory(Memory):
@@ -204,45 +179,6 @@ class _BoundedMemory(Memory):
         return super().put_if_absent(key, parts, durability=durability)
 
 
-@dataclass(slots=True, eq=False)
-class _Passing:
-    """Multiplies the gradients of training rows with the queries while the backward pass goes on."""
-
-    directions: Mapping[LayerUnit, Tensor]
-    """`[Q, P]` of each layer"""
-    factors: Mapping[LayerUnit, OuterRows]
-    """Of those with one position a query, which have no directions."""
-    done: list[Tensor] = field(default_factory=list)
-    """`[Q, B]` of each batch"""
-    _sum: Tensor | None = None
-
-    @property
-    def units(self) -> Collection[LayerUnit]:
-        """All layers."""
-        return [*self.directions, *self.factors]
-
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
-        """Nothing is left of the gradients but their products."""
-        del measured
-        rows = piece.rows.widened()
-        if unit in self.factors:
-            own = self.factors[unit]
-            found = piece.form.dot(own, rows, compute="factored", scratch=RESTORED).float()
-        else:
-            moved = self.directions[unit].to(rows.example)
-            found = piece.form.along(rows, moved, scratch=RESTORED).float()
-        self._sum = found if self._sum is None else self._sum.add_(found)
-        nothing = rows.example.new_empty(len(rows), 0)
-        return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(nothing))
-
-    def finish(self, rows: int) -> None:
-        """A batch is over."""
-        assert self._sum is not None
-        assert self._sum.shape[1] == rows
-        self.done.append(self._sum)
-        self._sum = None
-
-
 def _held(
     tracer: Tracer, asked: Any, device: torch.device, limit: int, *, dense: bool
 ) -> tuple[
@@ -256,7 +192,10 @@ def _held(
         traced = tracer.run(batch, device=device)
         if not ids:
             for unit in tracer.units:
-                single = not dense and _has_one_position(traced.pieces[unit])
+                form, kept = traced.pieces[unit].form, traced.pieces[unit].rows
+                # Products of both sides take far fewer operations than those of gradients.
+                is_outer = not dense and form.kind == "outer"
+                single = is_outer and isinstance(kept, OuterRows) and kept.spans.uniform == 1
                 (factors if single else restored)[unit] = []
         ids.append(own)
         size = sum(4 * unit.size for unit in restored) + sum(
@@ -284,9 +223,3 @@ def _held(
         {unit: OuterRows.stacked(found) for unit, found in factors.items()},
         np.concatenate(ids),
     )
-
-
-def _has_one_position(piece: LayerGradients) -> bool:
-    """Whether products of both sides take far fewer operations than those of gradients."""
-    rows = piece.rows
-    return piece.form.kind == "outer" and isinstance(rows, OuterRows) and rows.spans.uniform == 1

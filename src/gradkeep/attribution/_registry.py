@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from gradkeep.attribution._method import Method
+from gradkeep.attribution._question import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
 from gradkeep.factors._registry import form_from_fields

@@ -88,7 +88,6 @@ def _key(name: str) -> ScoresKey:
     if key.names_rows:
         raise AttributionError(
             f"scores cannot be saved as {name!r}",
-            found="a name that ends as those of training rows do",
             fix="use another name",
         )
     return key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
 
-    S = TypeVar("S", bound="Scores")
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -48,6 +47,15 @@ class Documents:
         """Sums over each document's rows along an axis, in float64."""
         together = np.take(values, self.order, axis).astype(np.float64)
         return np.add.reduceat(together, self.starts, axis)
+
+
+def place_of(ids: Ids, number: int, what: str) -> int:
+    """The place of an id among those that were scored."""
+    places = np.flatnonzero(ids == number)
+    if not len(places):
+        shown = f"{ids[:3].tolist()} ... {ids[-1:].tolist()}"
+        raise AttributionError(f"no {what} with id {number} was scored", found=f"ids {shown}")
+    return int(places[0])
 
 
 def documents_of(name: str, given: Any, rows: int) -> Documents:
@@ -81,27 +89,6 @@ def documents_of(name: str, given: Any, rows: int) -> Documents:
         order=order,
         starts=np.cumsum(counts) - counts,
     )
-
-
-def summed_by_document(scores: Scores, train: Any, queries: Any, kind: type[S]) -> S:
-    """The scores with the rows, the queries or both added up."""
-    if train is None and queries is None:
-        raise AttributionError(
-            "no documents were given", fix="scores.by_document(documents) with one for each row"
-        )
-    count, rows = scores.shape
-    columns = None if train is None else documents_of("documents", train, rows)
-    lines = None if queries is None else documents_of("query_documents", queries, count)
-    given = {part.name: getattr(scores, part.name) for part in dataclasses.fields(scores)}
-    given["values"] = _summed(scores.values, lines, columns)
-    if scores.per_layer is not None:
-        given["per_layer"] = np.stack([_summed(one, lines, columns) for one in scores.per_layer])
-    if columns is not None:
-        given |= {"train_ids": columns.ids, "train_labels": columns.names}
-    if lines is not None:
-        given |= {"query_ids": lines.ids, "query_labels": lines.names, "confidence": None}
-    given["scale"] = f"{scores.scale}, summed over the rows of a document".removeprefix(", ")
-    return kind(**given)
 
 
 def _summed(
@@ -216,7 +203,7 @@ class Scores:
     @checked(AttributionError)
     def of(self, query: int) -> Floats:
         """The scores `[N]` of one query, by its id."""
-        row: Floats = self.values[self._row(query)]
+        row: Floats = self.values[place_of(self.query_ids, query, "query")]
         return row
 
     @checked(AttributionError)
@@ -241,7 +228,22 @@ class Scores:
         >>> summed.train_ids.tolist(), summed.numpy().tolist()
         ([5, 4], [[4.0, -2.0]])
         """
-        return summed_by_document(self, train, queries, type(self))
+        if train is None and queries is None:
+            raise AttributionError(
+                "no documents were given", fix="scores.by_document(documents) with one for each row"
+            )
+        count, rows = self.shape
+        columns = None if train is None else documents_of("documents", train, rows)
+        lines = None if queries is None else documents_of("query_documents", queries, count)
+        changes: dict[str, Any] = {"values": _summed(self.values, lines, columns)}
+        if self.per_layer is not None:
+            changes["per_layer"] = np.stack([_summed(x, lines, columns) for x in self.per_layer])
+        if columns is not None:
+            changes |= {"train_ids": columns.ids, "train_labels": columns.names}
+        if lines is not None:
+            changes |= {"query_ids": lines.ids, "query_labels": lines.names, "confidence": None}
+        changes["scale"] = f"{self.scale}, summed over the rows of a document".removeprefix(", ")
+        return dataclasses.replace(self, **changes)
 
     @checked(AttributionError)
     def save(self, name: str, *, store: Store | None = None) -> None:
@@ -273,20 +275,56 @@ class Scores:
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`: a row per query id, a column per training id."""
-        return scores_to_pandas(self)
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtra("data frames need pandas", fix=install_hint("sql")) from error
+        rows = pandas.Index(self.query_ids, name="query")
+        columns = pandas.Index(self.train_ids, name="train")
+        return pandas.DataFrame(self.values, index=rows, columns=columns)
 
     @checked(AttributionError)
     def to_arrow(self, *, k: int | None = None) -> Any:
         """A `pyarrow.Table` of query, train and score; with `k` only the k most helpful of each."""
         if k is not None:
             _arguments.count("k", k, error=AttributionError, least=1)
-        return scores_to_arrow(self, k=k)
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise MissingExtra("Arrow tables need pyarrow", fix=install_hint("sql")) from error
+        count = len(self.train_ids) if k is None else min(k, len(self.train_ids))
+        parts = []
+        for query, row in zip(self.query_ids, self.values, strict=True):
+            order = np.argsort(-row, kind="stable")[:count]
+            columns = [np.full(count, query), self.train_ids[order], np.asarray(row[order])]
+            parts.append(pyarrow.record_batch(columns, names=["query", "train", "score"]))
+        return pyarrow.Table.from_batches(parts)
 
     @checked(AttributionError)
     def plot(self, *, query: int, k: int = 10) -> Any:
         """A `matplotlib` figure of the k rows that helped and that harmed a query most."""
         _arguments.count("k", k, error=AttributionError, least=1)
-        return plot_scores(self, query=query, k=k)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
+        row = self.of(query)
+        order = np.argsort(-row, kind="stable")
+        order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])
+        values = row[order]
+        figure = Figure(figsize=(6.4, 0.25 * len(order) + 1), layout="constrained")
+        axes = figure.subplots()
+        axes.barh(np.arange(len(order)), values, color=np.where(values > 0, "#2b6cb0", "#c05621"))
+        names = [f"{self.train} {number}" for number in self.train_ids[order]]
+        if self.train_labels is not None:
+            labels = np.asarray(self.train_labels)[order]
+            names = [f"{name} ({label})" for name, label in zip(names, labels, strict=True)]
+        axes.set_yticks(np.arange(len(order)), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(0, color="0.4", linewidth=0.8)
+        axes.set_xlabel(f"{self.method}: positive helped, negative harmed")
+        axes.set_title(f"{self.queries} {query}")
+        return figure
 
     def __repr__(self) -> str:
         at = ", ".join(self.checkpoints[:4]) + (" ..." if len(self.checkpoints) > 4 else "")
@@ -301,72 +339,11 @@ class Scores:
 
         return show(self).html
 
-    def _row(self, query: int) -> int:
-        found = np.flatnonzero(self.query_ids == query)
-        if not len(found):
-            raise AttributionError(
-                f"no query with id {query}",
-                found=f"ids {self.query_ids[:3].tolist()} ... {self.query_ids[-1:].tolist()}",
-            )
-        return int(found[0])
-
     def _ranked(self, k: int, query: int, *, sign: int) -> RankedRows:
         _arguments.count("k", k, error=AttributionError)
         row = self.of(query)
         order = np.argsort(sign * row, kind="stable")[:k]
         return RankedRows(self.train_ids[order], row[order])
-
-
-def scores_to_pandas(scores: Scores) -> Any:
-    """A data frame: a row per query id, a column per training id."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingExtra("data frames need pandas", fix=install_hint("sql")) from error
-    rows = pandas.Index(scores.query_ids, name="query")
-    return pandas.DataFrame(
-        scores.values, index=rows, columns=pandas.Index(scores.train_ids, name="train")
-    )
-
-
-def scores_to_arrow(scores: Scores, *, k: int | None) -> Any:
-    """A table of query, train and score, each query's best rows first."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise MissingExtra("Arrow tables need pyarrow", fix=install_hint("sql")) from error
-    count = len(scores.train_ids) if k is None else min(k, len(scores.train_ids))
-    parts = []
-    for query, row in zip(scores.query_ids, scores.values, strict=True):
-        order = np.argsort(-row, kind="stable")[:count]
-        columns = (np.full(count, query), scores.train_ids[order], np.asarray(row[order]))
-        parts.append(pyarrow.record_batch(list(columns), names=["query", "train", "score"]))
-    return pyarrow.Table.from_batches(parts)
-
-
-def plot_scores(scores: Scores, *, query: int, k: int) -> Any:
-    """Bars of the k rows that helped and that harmed a query most, the sign by side and colour."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
-    row = scores.of(query)
-    order = np.argsort(-row, kind="stable")
-    order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])
-    values = row[order]
-    figure = Figure(figsize=(6.4, 0.25 * len(order) + 1), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(np.arange(len(order)), values, color=np.where(values > 0, "#2b6cb0", "#c05621"))
-    names = [f"{scores.train} {number}" for number in scores.train_ids[order]]
-    if scores.train_labels is not None:
-        labels = np.asarray(scores.train_labels)[order]
-        names = [f"{name} ({label})" for name, label in zip(names, labels, strict=True)]
-    axes.set_yticks(np.arange(len(order)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(0, color="0.4", linewidth=0.8)
-    axes.set_xlabel(f"{scores.method}: positive helped, negative harmed")
-    axes.set_title(f"{scores.queries} {query}")
-    return figure
 
 
 @checked(AttributionError)

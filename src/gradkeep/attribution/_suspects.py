@@ -11,7 +11,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import whole_numbers
 from gradkeep.attribution._label_noise import checked_labels, checked_probabilities, label_noise
-from gradkeep.attribution._question import checkpoints_asked, make_question
+from gradkeep.attribution._question import make_question
 from gradkeep.attribution._registry import holds_sequences
 from gradkeep.attribution._row_features import column
 from gradkeep.errors import AttributionError
@@ -132,18 +132,8 @@ def suspects(
     if labels is not None or ids is not None:
         raise AttributionError("labels= and ids= go with probabilities=; a store has its own")
     opened = open_store(store, create=False)
-    at = checkpoints_asked(opened, run=run, checkpoints=checkpoints, splits=(train,), name=name)
     question = make_question(
-        opened,
-        queries=train,
-        train=train,
-        name=name,
-        checkpoints=at,
-        ids=None,
-        layers=None,
-        compute=None,
-        memory_budget=None,
-        per_layer=False,
+        opened, queries=train, train=train, name=name, run=run, checkpoints=checkpoints
     )
     every = question.at()
     blocks = [one.train_block for one in every]
@@ -162,14 +152,18 @@ def suspects(
         total = sum(np.asarray(measure(one, by or "loss"), np.float64) for one in every)
         values = np.asarray(total) / (1 if by == "self" else len(every))
     kept = blocks[0].column("label") if "label" in blocks[0].names else None
-    said = [b.column("predicted") for b in blocks if "predicted" in b.names]
+    # The commonest prediction of all checkpoints; of equals, the last.
+    said = [b.column("predicted") for b in reversed(blocks) if "predicted" in b.names]
+    commonest = (
+        [Counter(row).most_common(1)[0][0] for row in np.stack(said).T.tolist()] if said else []
+    )
     return _ordered(
         ids=blocks[0].ids,
         values=values,
         labels=kept,
-        predicted=_most_often(np.stack(said)) if said else None,
+        predicted=np.array(commonest) if said else None,
         by=by or "loss",
-        checkpoints=tuple(str(place) for place in at),
+        checkpoints=tuple(str(place) for place in question.checkpoints),
         noise=noise,
         documents=documents,
     )
@@ -251,7 +245,6 @@ def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
         raise AttributionError(
             "documents are ranked by their loss per token, which this capture does not keep",
             path=block.path,
-            found="summed losses, which grow with a document's length",
             fix='capture the split with keep="losses" under another name=, and pass that name=',
         )
     rows = block.column("token_loss")
@@ -270,8 +263,3 @@ def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
     excess = losses - means[np.minimum(positions, last)]
     summed = np.bincount(np.repeat(np.arange(len(rows)), lengths), excess, len(rows))
     return np.asarray(summed / np.maximum(lengths, 1))
-
-
-def _most_often(said: AnyArray) -> AnyArray:
-    """The commonest value of each column `[C, N]`; of equals, the one said last."""
-    return np.array([Counter(column[::-1].tolist()).most_common(1)[0][0] for column in said.T])

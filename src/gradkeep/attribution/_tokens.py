@@ -11,9 +11,9 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.attribution._attribute import kept_as
-from gradkeep.attribution._method import options_for
-from gradkeep.attribution._question import checkpoints_asked, make_question
+from gradkeep.attribution._question import make_question, options_for
 from gradkeep.attribution._registry import default_method, method_named
+from gradkeep.attribution._scores import place_of
 from gradkeep.attribution.scorers._kfac import fisher_solver
 from gradkeep.capturing._token_replay import replay_tokens
 from gradkeep.curvature._row_parts import dense_rows
@@ -77,9 +77,9 @@ class TokenScores:
     @checked(AttributionError)
     def of(self, query: int, row: int) -> Floats:
         """What each token `[T]` of a training row carries, by the ids of query and row."""
-        at, place = _place(self.query_ids, query, "query"), _place(self.train_ids, row, "row")
-        found: Floats = self.values[at, place, : int(self.lengths[place])]
-        return found
+        at, place = place_of(self.query_ids, query, "query"), place_of(self.train_ids, row, "row")
+        tokens: Floats = self.values[at, place, : int(self.lengths[place])]
+        return tokens
 
     @checked(AttributionError)
     def top(self, k: int, *, query: int, row: int) -> list[tuple[int, float]]:
@@ -141,7 +141,14 @@ def attribute_tokens(
     ((1, 1, 8), True)
     """
     store = open_store(store)
-    replayed = _check_replay(model, loader, task)
+    given = {"model": model, "loader": loader, "task": task}
+    missing = [part for part, value in given.items() if value is None]
+    replayed = not missing
+    if missing and len(missing) < len(given):
+        raise AttributionError(
+            f"to run rows again, {' and '.join(missing)} must be given too",
+            fix="pass those of the capture, or none of them to ask kept factors",
+        )
     asked = method or default_method(store, run=run, train=train, name=name)
     chosen = method_named("dot" if method is None and asked not in _LINEAR else asked)
     if chosen.name not in _LINEAR:
@@ -151,27 +158,23 @@ def attribute_tokens(
             fix="method='ekfac'",
         )
     told = options_for(chosen, options)
-    at = checkpoints_asked(
-        store, run=run, checkpoints=checkpoints, splits=(queries, train), name=name
-    )
-    if len(at) > 1:
-        raise AttributionError(
-            "tokens are those of one checkpoint",
-            found=", ".join(str(place) for place in at),
-            fix=f"pass checkpoints={at[-1].checkpoint!r}",
-        )
     question = make_question(
         store,
         queries=queries,
         train=train,
         name=name,
-        checkpoints=at,
+        run=run,
+        checkpoints=checkpoints,
         ids=ids,
         layers=layers,
-        compute=None,
         memory_budget=memory_budget,
-        per_layer=False,
     )
+    at = question.checkpoints
+    if len(at) > 1:
+        raise AttributionError(
+            f"tokens are those of one checkpoint, not of {', '.join(map(str, at))}",
+            fix=f"pass checkpoints={at[-1].checkpoint!r}",
+        )
     kept = kept_as(chosen, question)
     (view,) = question.at()
     rows = view.train()
@@ -236,26 +239,3 @@ class _QueryLayers(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._asked.forms)
-
-
-def _check_replay(model: object, loader: object, task: object) -> bool:
-    """Whether rows are to be run again, for which all three are needed."""
-    given = {"model": model, "loader": loader, "task": task}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise AttributionError(
-            "to run rows again, model, loader and task are needed",
-            found=f"no {' and no '.join(missing)}",
-            fix="pass those of the capture, or none of them to ask kept factors",
-        )
-    return not missing
-
-
-def _place(ids: Ids, wanted: int, what: str) -> int:
-    found = np.flatnonzero(ids == wanted)
-    if not len(found):
-        raise AttributionError(
-            f"no {what} with id {wanted} was asked about",
-            found=f"ids {ids[:3].tolist()} ... {ids[-1:].tolist()}",
-        )
-    return int(found[0])

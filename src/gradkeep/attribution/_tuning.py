@@ -16,8 +16,7 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradkeep.attribution._method import Method
-    from gradkeep.attribution._question import AttributionQuestion
+    from gradkeep.attribution._question import AttributionQuestion, Method
     from gradkeep.attribution._scores import Scores
     from gradkeep.store import Store
 

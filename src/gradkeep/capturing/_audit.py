@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import xxhash
 
-from gradkeep.capturing._batches import batch_size, digests, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._proofs import rows_moved, told_of_gradients
+from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
+from gradkeep.capturing._proofs import random_weights, rows_moved, told_of_gradients
 from gradkeep.capturing._readiness import device_of, draws_at_random
 from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
@@ -147,15 +147,12 @@ def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bo
             "the model gives the same samples other losses when it is run again",
             found="a state that it keeps between calls (a counter, a running mean, hidden states), or "
             "numbers drawn at random",
-            expected="losses that depend on weights and sample alone, so that a row can be made again",
             fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
         )
     few = min(2, count - 1)
     if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], 1e-2):
         raise CaptureError(
             "a sample's loss depends on the others of its batch",
-            found="other losses of the same samples without the rest of the batch",
-            expected="a loss per sample that depends on that sample alone",
             fix="capture in eval mode (mode='eval'), without statistics over the batch; a sample must stay "
             "at its place in the batch",
         )
@@ -264,7 +261,6 @@ class RowAudit:
                 "of its batch",
                 found="samples that influence each other in a later batch (a capacity that overflows, "
                 "statistics over the batch), or a model that changes while it is captured",
-                expected="a loss per sample that depends on that sample alone",
                 fix="switch that off while you capture, or capture with batches of one row",
             )
         if sure.layers:
@@ -285,8 +281,7 @@ class RowAudit:
         if tracer is None or traced is None or target is None:
             return found
         near = within or self._slack * self._tolerance()
-        draws = torch.rand(len(target), generator=torch.Generator().manual_seed(1))
-        weights = draws.add_(0.5).to(target)
+        weights = random_weights(target, seed=1)
 
         def arrived(unit: LayerUnit, truth: Tensor) -> None:
             piece = traced.pieces[unit]
@@ -346,55 +341,22 @@ def _compared_losses(batch: Tensor, alone: Tensor, part: slice, within: float) -
     return _Differences(int(wrong.int().argmax()) if wrong.any() else None)
 
 
-def check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise unless the first rows of a capture come out at its end as they did at its beginning."""
+def check_first_rows(
+    before: Mapping[str, Any], after: Mapping[str, Any], within: float, *, when: str, fix: str
+) -> None:
+    """Raise unless losses and norms of the first rows are those that they were."""
     for name in ("loss", "norm"):
         if name not in before:
             continue
         was, now = (np.asarray(values[name], np.float64) for values in (before, after))
-        limit = 1e-2 * float(np.abs(was).mean()) + 1e-6
-        if not np.allclose(was, now, rtol=1e-2, atol=limit, equal_nan=True):
+        limit = within * float(np.abs(was).mean()) + 1e-6
+        if not np.allclose(was, now, rtol=within, atol=limit, equal_nan=True):
             raise CaptureError(
-                f"the {name} of the first samples is another one at the end of the capture",
+                f"the {name} of the first samples is another one {when}",
                 found=np.array2string(now, precision=6),
                 expected=np.array2string(was, precision=6),
-                fix="capture a model that does not change while it runs: no counters, caches or running "
-                "means; nothing was sealed, so delete this capture before you capture again",
+                fix=fix,
             )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FirstRows:
-    """The first rows of a capture, by which a worker knows that it makes the same."""
-
-    contents: np.ndarray[Any, np.dtype[np.uint64]]
-    """Fingerprints of the first batch."""
-    values: dict[str, np.ndarray[Any, Any]]
-    """Losses and lengths of its first rows."""
-
-    @classmethod
-    def of(cls, first: Any, values: Mapping[str, Any]) -> FirstRows:
-        """Describe the first batch, and the values of a few of its rows."""
-        names = [name for name in ("loss", "norm") if name in values]
-        return cls(digests(first), {name: np.asarray(values[name]) for name in names})
-
-    def check(self, other: FirstRows) -> None:
-        """Raise unless a worker sees the same data and makes the same numbers of it."""
-        if not np.array_equal(self.contents, other.contents):
-            raise CaptureError(
-                "this worker sees other data than the process that began the capture",
-                found="other fingerprints of the first batch",
-                fix="let every worker read the same files; what was kept stays as it is",
-            )
-        for name, mine in self.values.items():
-            if not np.allclose(mine, other.values[name], rtol=1e-3, atol=1e-4):
-                raise CaptureError(
-                    f"this worker makes another {name} of the first rows: its code is not that of "
-                    "the process that began the capture",
-                    found=np.array2string(other.values[name], precision=6),
-                    expected=np.array2string(mine, precision=6),
-                    fix="install the same versions of model, task and packages everywhere",
-                )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,70 +93,47 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
     stands for it in lists of texts or numbers. Cost: reading the batch once.
     """
     count = batch_size(batch)
-    found: list[Any] = []
-    _mapped(batch, found.append, listed=found.append)
+    parts_of_batch: list[Any] = []
+    _mapped(batch, parts_of_batch.append, listed=parts_of_batch.append)
     arrays: list[np.ndarray[Any, Any]] = []
-    told: list[Any] = []
-    for leaf in found:
+    lists: list[Any] = []
+    for leaf in parts_of_batch:
         if isinstance(leaf, torch.Tensor) and not leaf.is_sparse:
-            leaf = _plain(leaf)
+            values = leaf.detach().cpu().resolve_conj().resolve_neg()
+            leaf = (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
         if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
             if leaf.dtype.hasobject:
-                told.append(leaf.tolist())
+                lists.append(leaf.tolist())
             elif leaf.size:
                 arrays.append(np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8))
         elif isinstance(leaf, list | tuple) and len(leaf) == count:
-            told.append(leaf)
+            lists.append(leaf)
     # Bytes of a sample up to which it is cheaper to join its parts than to hash one after the
     # other.
     if sum(part.shape[1] for part in arrays) <= 4096:
-        arrays = [_joined(arrays)] if len(arrays) > 1 else arrays
+        arrays = [np.concatenate(arrays, 1)] if len(arrays) > 1 else arrays
     parts = [(part.reshape(-1).data, part.shape[1]) for part in arrays]
-    if len(parts) == 1 and not told:
+    if len(parts) == 1 and not lists:
         ((whole, width),) = parts
         samples = (whole[at : at + width] for at in range(0, count * width, width))
         return np.fromiter(map(xxhash.xxh3_64_intdigest, samples), np.uint64, count)
-    return np.array([_digest(parts, told, row) for row in range(count)], np.uint64)
+    return np.array([_digest(parts, lists, row) for row in range(count)], np.uint64)
 
 
-class _Scratch(threading.local):
-    """Bytes that every batch is joined in: new memory for each costs more than the hashing."""
-
-    kept: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
-
-
-_scratch = _Scratch()
-
-
-def _joined(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """The bytes `[B, W]` of all parts, until the next call."""
-    count, width = len(parts[0]), sum(part.shape[1] for part in parts)
-    if _scratch.kept.size < count * width:
-        _scratch.kept = np.empty(count * width, np.uint8)
-    joined = _scratch.kept[: count * width].reshape(count, width)
-    return np.concatenate(parts, 1, out=joined)
-
-
-def _digest(parts: list[tuple[memoryview, int]], told: list[Any], row: int) -> int:
+def _digest(parts: list[tuple[memoryview, int]], lists: list[Any], row: int) -> int:
     digest = xxhash.xxh3_64()
     for whole, width in parts:
         digest.update(whole[row * width : (row + 1) * width])
-    for items in told:
+    for items in lists:
         digest.update(repr(items[row]).encode("utf-8", "surrogatepass"))
     return digest.intdigest()
 
 
-def _plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    values = tensor.detach().cpu().resolve_conj().resolve_neg()
-    values = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-    return values.numpy()
-
-
 def leaves(batch: Any) -> list[Any]:
     """The tensors, arrays and other things in a batch, however it is nested."""
-    found: list[Any] = []
-    _mapped(batch, found.append)
-    return found
+    items: list[Any] = []
+    _mapped(batch, items.append)
+    return items
 
 
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:

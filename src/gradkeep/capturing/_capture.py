@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._first_batch import KeepChoice
-    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._proofs import Uncovered
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing._row_making import Columns
     from gradkeep.farm._run import Engine
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice

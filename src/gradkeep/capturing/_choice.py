@@ -20,16 +20,15 @@ from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bit
 from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from gradkeep.capturing._keep import Keep
-    from gradkeep.capturing._moments import Moments, MomentsSoon
+    from gradkeep.capturing._first_batch import Keep
+    from gradkeep.capturing._moments import LayerMoments, Moments
     from gradkeep.capturing._tracer import Traced, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
-    from gradkeep.factors._weights import WeightBlock
 
     BlockSize = tuple[int, int, int]
     """Groups, rows and columns of a weight."""
@@ -70,10 +69,10 @@ class LeadingLayer:
 
     @property
     def rest(self) -> float:
-        """The mean eigenvalue of what the leading vectors leave out."""
+        """The mean eigenvalue of the remaining directions."""
         size = sum(block.size - len(block.values) for block in self.blocks)
-        left = sum(block.total - float(block.values.sum()) for block in self.blocks)
-        return max(0.0, left) / max(1, size)
+        total = sum(block.total - float(block.values.sum()) for block in self.blocks)
+        return max(0.0, total) / max(1, size)
 
 
 def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
@@ -81,42 +80,39 @@ def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
 
     Where bytes are few, those of attention are left out if they are the smaller part of the model:
     measured on language models, up to 16 KiB a row their coordinates cost more than they tell. So
-    are vectors, and what has to run once more for its gradients, where they are next to nothing.
+    are vectors, and layers that have to run once more for their gradients, where they are next to
+    nothing.
     """
-    found = list(units)
-    if keep.row_bytes < (64 << 10):
-        found = _without(found, lambda unit: bool(_ATTENTION.search(unit.name)), 0.5)
-    found = _without(found, lambda unit: unit.rule in DENSE_RULES, 0.1)
-    return _without(found, lambda unit: all(len(p.shape) < 2 for p in unit.parameters), 0.1)
-
-
-def _without(
-    units: list[LayerUnit], odd: Callable[[LayerUnit], bool], most: float
-) -> list[LayerUnit]:
-    """The units that are not odd, if the odd ones hold at most this share of all values."""
-    rest = [unit for unit in units if not odd(unit)]
-    left = sum(unit.size for unit in units) - sum(unit.size for unit in rest)
-    return rest if rest and left <= most * sum(unit.size for unit in units) else units
+    chosen = list(units)
+    few_bytes = keep.row_bytes < (64 << 10)
+    attention = [u for u in units if few_bytes and _ATTENTION.search(u.name)]
+    rerun = [u for u in units if u.rule in DENSE_RULES]
+    vectors = [u for u in units if all(len(p.shape) < 2 for p in u.parameters)]
+    for odd, most in ((attention, 0.5), (rerun, 0.1), (vectors, 0.1)):
+        rest = [unit for unit in chosen if unit not in odd]
+        removed = sum(unit.size for unit in chosen if unit in odd)
+        if rest and removed <= most * sum(unit.size for unit in chosen):
+            chosen = rest
+    return chosen
 
 
 def leading_layers(
-    found: MomentsSoon, keep: Keep, units: Sequence[LayerUnit]
+    moments: LayerMoments, keep: Keep, units: Sequence[LayerUnit]
 ) -> dict[LayerUnit, LeadingLayer]:
     """As many eigenvectors of each side as leave room to choose `keep.most` pairs of them.
 
     Fewer where moving every position along them would take more than a share of the time that
     all layers, `units`, take themselves.
     """
-    side = side_of(block_sizes(found.forms.values()), keep, units)
+    side = side_of(block_sizes(moments.forms.values()), keep, units)
     layers = {
-        unit: LeadingLayer(tuple(_leading(one, side) for one in found.moments[unit]))
-        for unit in found.units
-        if unit in found.moments
+        unit: LeadingLayer(tuple(_leading(one, side) for one in moments.moments[unit]))
+        for unit in units
+        if unit in moments.moments
     }
     if not any(layer.mean > 0 for layer in layers.values()):
         raise CaptureError(
-            "all gradients are zero: there is no basis to keep them in",
-            found=f"{found.rows} rows",
+            f"all gradients of {moments.rows} rows are zero: there is no basis to keep them in",
             fix="check the task and the labels, or capture an earlier checkpoint",
         )
     return layers
@@ -181,41 +177,31 @@ def sizes_kept(there: int, keep: Keep) -> tuple[int, int, int]:
     return min(keep.sums, there // fold), 0, fold
 
 
-def random_coordinates(found: MomentsSoon, keep: Keep) -> ChosenCoordinates:
+def random_coordinates(forms: Mapping[LayerUnit, AnyForm], keep: Keep) -> ChosenCoordinates:
     """Maps that do not look at the data: normal matrices, or sparse signs, for both sides.
 
     `[R, C]` becomes `[s, s]`, with s as large as the bytes allow for all layers.
     """
-    blocks = {unit: form.weight_blocks() for unit, form in found.forms.items()}
-    sizes = block_sizes(found.forms.values())
-    side = side_of(sizes, keep, list(blocks))
+    sizes = block_sizes(forms.values())
+    side, signs = side_of(sizes, keep, list(forms)), keep.coordinates != "random"
     if pairs_of(sizes, side) > keep.sums:
         raise CaptureError(
-            "too few bytes for one coordinate of every layer",
-            found=f"{keep.sums} coordinates for {len(sizes)} weights",
+            f"{keep.sums} coordinates are too few for one of each of {len(sizes)} weights",
             fix="keep more bytes, or choose fewer layers with layers=",
         )
-    return ChosenCoordinates(
-        {
-            unit: LayerProjection(
-                tuple(_random(block, side, keep, unit.name, at) for at, block in enumerate(own))
+    layers = {}
+    for unit, form in forms.items():
+        blocks = []
+        for at, block in enumerate(form.weight_blocks()):
+            draws = _draws(keep.seed, unit.name, at)
+            left, right = (
+                _random_side((block.groups, size, min(side, size)), draws, signs=signs)
+                for size in (block.rows, block.cols)
             )
-            for unit, own in blocks.items()
-        }
-    )
-
-
-def _random(block: WeightBlock, side: int, keep: Keep, name: str, at: int) -> BlockProjection:
-    draws = _draws(keep.seed, name, at)
-    left, right = (
-        _random_side(
-            (block.groups, size, min(side, size)), draws, signs=keep.coordinates != "random"
-        )
-        for size in (block.rows, block.cols)
-    )
-    return BlockProjection(
-        left, right, torch.ones(1, left.shape[2] * right.shape[2] * block.groups)
-    )
+            ones = torch.ones(1, left.shape[2] * right.shape[2] * block.groups)
+            blocks.append(BlockProjection(left, right, ones))
+        layers[unit] = LayerProjection(tuple(blocks))
+    return ChosenCoordinates(layers)
 
 
 def _random_side(shape: tuple[int, int, int], draws: torch.Generator, *, signs: bool) -> Tensor:
@@ -314,8 +300,7 @@ def _leading(moments: Moments, side: int) -> LeadingBlock:
 def _finite(moment: Tensor) -> Tensor:
     if not bool(moment.isfinite().all()):
         raise CaptureError(
-            "gradients of the rows that a basis is found with are no numbers",
-            found="NaN or infinity",
+            "gradients of the rows that a basis is found with are not finite",
             fix="look for exploded losses: capture with keep='losses' first; training diverged",
         )
     return moment
@@ -387,24 +372,23 @@ def measure_agreement(
     full = torch.zeros(rows, rows, dtype=torch.float64)
     for unit in tracer.units:
         full += _full_scores(parts, unit, layers.get(unit), keep).double().cpu()
-    kept = torch.cat(
-        [
-            torch.cat([_coordinates(part, unit, projection) for part in parts])
-            for unit, projection in chosen.layers.items()
-        ],
-        1,
-    ).cpu()
+    layers_kept = []
+    for unit, projection in chosen.layers.items():
+        pieces = [part.pieces[unit] for part in parts]
+        applied = [projection.applied(p.form, p.rows.widened()).float() for p in pieces]
+        layers_kept.append(torch.cat(applied))
+    kept = torch.cat(layers_kept, 1).cpu()
     scores = pairwise(kept, _rounded(kept, keep, chosen.group)).double()
     slopes = [tracer.loss_slopes(part.measured) for part in parts]
     if slopes[0] is not None:
         share = torch.cat([slope.double().cpu() for slope in slopes if slope is not None])
         full, scores = full * share, scores * share
     others = ~torch.eye(rows, dtype=torch.bool)
-    found = [
+    agreements = [
         rank_correlation(full[row, others[row]].numpy(), scores[row, others[row]].numpy())
         for row in range(rows)
     ]
-    return sum(found) / rows, rows
+    return sum(agreements) / rows, rows
 
 
 def _full_scores(
@@ -423,11 +407,6 @@ def _full_scores(
         gain = 1 / (block.values + added) - 1 / (layer.rest + added)
         out += pairwise(found * gain.to(found), found)
     return out
-
-
-def _coordinates(part: Traced, unit: LayerUnit, projection: LayerProjection) -> Tensor:
-    piece = part.pieces[unit]
-    return projection.applied(piece.form, piece.rows.widened()).float()
 
 
 def _rounded(values: Tensor, keep: Keep, group: int) -> Tensor:

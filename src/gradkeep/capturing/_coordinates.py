@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -18,6 +17,7 @@ import gradkeep.store as gs
 from gradkeep._budgets import format_bytes
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._choice import (
+    block_sizes,
     choose_coordinates,
     leading_layers,
     measure_agreement,
@@ -27,36 +27,31 @@ from gradkeep.capturing._choice import (
 )
 from gradkeep.capturing._first_batch import rows_within
 from gradkeep.capturing._keeping import arrays_of
+from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._moments import measure_moments
-from gradkeep.capturing._row_making import (
-    RowMaker,
-    measured_values,
-    traced_fingerprints,
-    without_columns,
-)
-from gradkeep.capturing._tracer import DENSE_RULES
+from gradkeep.capturing._rows import RowMaker, measured_values, run_tracer, traced_fingerprints
+from gradkeep.capturing._tracer import Reducer
 from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.errors import CaptureError, NotSealed
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, bits_told, packed_bits
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._first_batch import Keep, PreparedCapture
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._loader import Batches
-    from gradkeep.capturing._row_making import Values
+    from gradkeep.capturing._rows import Values
     from gradkeep.capturing._tracer import Traced, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._bits import BitWidth
-    from gradkeep.factors._form import AnyForm, GradientRows
+    from gradkeep.factors._form import GradientRows
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import BasisKey, Encoding, Store
 
@@ -65,11 +60,11 @@ _PARTS = ("left", "right", "weights", "chosen")
 _BLOCKS = "blocks of "
 
 
-def sample_batches(batches: Batches, rows: int) -> Iterator[Any]:
-    """About `rows` rows, a few of each of the chosen batches, which lie evenly.
+def sample_batches(batches: Batches, rows: int, most: int) -> Iterator[Any]:
+    """About `rows` rows, a few of each of some evenly spaced batches, at most `most` at a time.
 
-    Rows are looked for among 64 times as many: a data set may be too long to go through. Rows that lie
-    together are taken together: they have been padded to one length.
+    Rows are taken from the first 64 times as many: a data set may be too long to go through. Rows
+    that lie together are taken together: they have been padded to one length.
     """
     size = batch_size(batches.first)
     # Of a loader that does not know its rows, the first: beyond them there may be none.
@@ -81,8 +76,10 @@ def sample_batches(batches: Batches, rows: int) -> Iterator[Any]:
     for number, (_, batch) in enumerate(batches):
         if number in chosen:
             have = batch_size(batch)
-            start = (number * 7) % max(1, have - each + 1)
-            yield rows_of(without_columns(batch), start, min(have, start + each))
+            first = (number * 7) % max(1, have - each + 1)
+            last = min(have, first + each)
+            for start in range(first, last, most):
+                yield rows_of(without_columns(batch), start, min(last, start + most))
         if number == max(chosen):
             return
 
@@ -196,9 +193,8 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
     facts: Any = block.schema.fingerprints
     if facts.get("format") != _FORMAT:
         raise CaptureError(
-            "this basis is in a format that this version does not know",
+            f"this version does not know format {facts.get('format')} of a basis",
             path=block.path,
-            found=facts.get("format"),
             fix="open it with a later gradkeep",
         )
     row = block.read_rows(np.zeros(1, np.int64), list(block.names))
@@ -227,128 +223,101 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BasisRequest:
-    """Which basis is needed."""
-
-    store: Store
-    key: BasisKey
-    keep: Keep | None
-    """None: whichever there is."""
-    weights: str
-    """The fingerprint of the model's weights."""
-    task: str
-    trained_as: str
-    """The task that training rows have, if a query asks for a part of it."""
-    chosen: bool
-    """Whether the user chose the layers."""
-    budget: int | None = None
-    """Bytes of memory that finding it may take."""
-    footprint: int = 0
-    """Bytes of one sample that runs, if there is a budget."""
-
-
 def find_basis(
-    request: BasisRequest, prepared: PreparedCapture, batches: Batches, device: torch.device
+    store: Store,
+    key: BasisKey,
+    keep: Keep | None,
+    prepared: PreparedCapture,
+    batches: Batches,
+    device: torch.device,
+    *,
+    weights: str,
+    all_layers: bool,
+    budget: int | None = None,
+    footprint: int = 0,
 ) -> CaptureBasis:
     """The basis that the store has for these captures, or else a new one, which is put there.
 
     A new one takes a pass over a sample of rows of the loader, forward and back, and a few more.
+    Without a `keep` any basis will do. `all_layers` says that the user chose the layers. Within a
+    `budget` of bytes, each sample that runs takes `footprint` bytes.
     """
-    found = load_basis(request.store, request.key)
-    if found is not None:
-        _check(request, found, prepared)
-        return found
-    keep = request.keep
+    path, task = store.backend.describe(key.folder), prepared.tracer.task
+    basis = load_basis(store, key)
+    if basis is not None:
+        if keep is not None and basis.settings != keep.described():
+            raise CaptureError(
+                f"captures called {key.capture!r} are kept in another way at this checkpoint",
+                path=path,
+                found=re.sub(r"[{}\"]", "", basis.settings),
+                expected=re.sub(r"[{}\"]", "", keep.described()),
+                fix="pass the same keep=, or another name= for another way",
+            )
+        if basis.weights != weights and (keep is None or keep.basis is None):
+            raise CaptureError(
+                "the basis of this checkpoint was found with other weights",
+                path=path,
+                fix="name the checkpoint otherwise, or load the weights that it had",
+            )
+        if basis.task not in (task.describe(), task.trained_as()):
+            raise CaptureError(
+                f"the basis was found with another task, {basis.task}", path=path, fix="pass name="
+            )
+        _check_layers(basis, prepared, path)
+        return basis
     if keep is None or keep.basis is not None:
         raise CaptureError(
             "there is no basis to keep coordinates in",
-            path=request.store.backend.describe(request.key.folder),
+            path=path,
             fix="capture the training rows first, with keep='4KiB' and the same name=",
         )
     positions = max((keeping.positions for keeping in prepared.kept), default=1.0)
     rows = keep.sample(positions, batches.num_rows)
     tracer, every = prepared.tracer, list(prepared.tracer.units)
-    if not request.chosen:
+    if not all_layers:
         tracer = dataclasses.replace(tracer, units=worth_keeping(every, keep))
-    held = moment_bytes(prepared.pieces[unit].form for unit in tracer.units)
-    moments = measure_moments(tracer, _sample(request, batches, rows, int(held)), device)
+    held = int(moment_bytes(prepared.pieces[unit].form for unit in tracer.units))
+    most = rows if budget is None else rows_within(budget, footprint, beside=held)
+    moments = measure_moments(tracer, sample_batches(batches, rows, most), device)
     agreement, compared = None, 0
     if keep.whitened:
         layers = leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
-        again = _sample(request, batches, rows, int(held))
+        sample = sample_batches(batches, rows, most)
         agreement, compared = measure_agreement(
-            tracer, again, layers, chosen, keep, device, budget=request.budget
+            tracer, sample, layers, chosen, keep, device, budget=budget
         )
     else:
-        chosen = random_coordinates(moments, keep)
+        chosen = random_coordinates(moments.forms, keep)
     if not chosen.layers:
         raise CaptureError(
-            "too few bytes for a coordinate of any layer",
-            found=f"{keep.room} bytes of {format_bytes(keep.row_bytes)}",
+            f"{format_bytes(keep.row_bytes)} are too few for a coordinate of any layer",
             fix="keep more bytes, or choose fewer layers with layers=",
         )
     basis = CaptureBasis(
         layers={unit.name: projection for unit, projection in chosen.layers.items()},
         group=chosen.group,
         settings=keep.described(),
-        weights=request.weights,
-        task=request.task,
+        weights=weights,
+        task=task.describe(),
         rows=moments.rows,
         agreement=agreement,
         compared=compared,
     )
-    save_basis(request.store, request.key, basis)
+    save_basis(store, key, basis)
     return basis
 
 
-def _sample(request: BasisRequest, batches: Batches, rows: int, held: int) -> Iterator[Any]:
-    """Some rows, no more at once than fit the budget beside the moments."""
-    most = rows
-    if request.budget is not None:
-        most = rows_within(request.budget, request.footprint, beside=held)
-    for batch in sample_batches(batches, rows):
-        count = batch_size(batch)
-        for start in range(0, count, most):
-            yield rows_of(batch, start, min(count, start + most))
-
-
-def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture) -> None:
-    path, keep = request.store.backend.describe(request.key.folder), request.keep
-    if keep is not None and found.settings != keep.described():
-        raise CaptureError(
-            f"captures called {request.key.capture!r} are kept in another way at this checkpoint",
-            path=path,
-            found=re.sub(r"[{}\"]", "", found.settings),
-            expected=re.sub(r"[{}\"]", "", keep.described()),
-            fix="pass the same keep=, or another name= for another way",
-        )
-    if found.weights != request.weights and (keep is None or keep.basis is None):
-        raise CaptureError(
-            "the basis of this checkpoint was found with other weights",
-            path=path,
-            fix="name the checkpoint otherwise, or load the weights that it had",
-        )
-    if found.task not in (request.task, request.trained_as):
-        raise CaptureError(
-            "the basis was found with another task", path=path, found=found.task, fix="pass name="
-        )
-    for name, layer in found.layers.items():
-        piece = next((p for unit, p in prepared.pieces.items() if unit.name == name), None)
-        own = (
-            []
-            if piece is None
-            else [(b.groups, b.rows, b.cols) for b in piece.form.weight_blocks()]
-        )
+def _check_layers(basis: CaptureBasis, prepared: PreparedCapture, path: str) -> None:
+    sizes = {unit.name: block_sizes([p.form]) for unit, p in prepared.pieces.items()}
+    for name, layer in basis.layers.items():
+        own = sizes.get(name, [])
         for at, block in enumerate(layer.blocks):
             sides = block and (*block.left.shape[:2], block.right.shape[1])
             if sides is not None and own[at : at + 1] != [sides]:
                 raise CaptureError(
                     f"the basis does not fit layer {name} of this model",
                     path=path,
-                    found=own or "no such layer, or one that was not chosen",
-                    expected=sides,
                     fix="capture the model that the basis was found with, or pass name=",
                 )
 
@@ -362,29 +331,6 @@ CODES: dict[BitWidth, Encoding] = {
     32: "plain",
 }
 """How coordinates of so many bits are encoded."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CoordinatesSoon:
-    """Makes coordinates of factors while the backward pass goes on."""
-
-    projections: Mapping[LayerUnit, LayerProjection]
-    forms: Mapping[LayerUnit, AnyForm]
-    """The forms that the projections were found with."""
-
-    @property
-    def units(self) -> list[LayerUnit]:
-        """All that have coordinates."""
-        return list(self.projections)
-
-    def make(
-        self, unit: LayerUnit, piece: LayerGradients, measured: Measured | None
-    ) -> LayerGradients:
-        """The coordinates `[B, k]` of a unit's gradients."""
-        del measured
-        blocks = self.forms[unit].weight_blocks()
-        values = self.projections[unit].applied(piece.form, piece.rows.widened(), blocks).float()
-        return LayerGradients(Dense(piece.form.parameters, "", values.shape[1]), DenseRows(values))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -406,28 +352,32 @@ class CoordinateMaker(RowMaker):
     def project(self, unit: LayerUnit, dense: Tensor) -> Tensor:
         """Coordinates of a unit's dense gradients, as an audit compares them."""
         form = Dense(unit.parameters, "", dense.shape[1])
-        return _values(self._soon().make(unit, LayerGradients(form, DenseRows(dense)), None))
+        return _values(self._coordinates(unit, LayerGradients(form, DenseRows(dense))))
 
-    def _soon(self) -> CoordinatesSoon:
+    def _coordinates(
+        self, unit: LayerUnit, piece: LayerGradients, measured: Measured | None = None
+    ) -> LayerGradients:
+        """The coordinates `[B, k]` of a unit's gradients."""
         assert self.tracer.proofs is not None
-        units = {unit: self.basis.layers[unit.name] for unit in self.tracer.units}
-        return CoordinatesSoon(units, self.tracer.proofs.forms)
+        # Blocks of the form that the projection was found with.
+        blocks = self.tracer.proofs.forms[unit].weight_blocks()
+        projection = self.basis.layers[unit.name]
+        values = projection.applied(piece.form, piece.rows.widened(), blocks).float()
+        return LayerGradients(Dense(piece.form.parameters, "", values.shape[1]), DenseRows(values))
 
     def _pass(self, batch: Any, *, alone: bool) -> Traced:
-        soon = self._soon()
-        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
-        light: frozenset[nn.Module] = frozenset()
-        if self.recompute is not None and not alone:
-            within = self.recompute.step
-            light = frozenset(m for u in soon.units if u.rule not in DENSE_RULES for m in u.modules)
-        return self.tracer.run(batch, soon=soon, light=light, device=self.device, within=within)
+        units = self.tracer.units
+        light = frozenset(m for u in units if u.rule not in DENSE_RULES for m in u.modules)
+        recompute = None if alone else self.recompute
+        reducer = Reducer(units, self._coordinates)
+        return run_tracer(self.tracer, batch, reducer, self.device, recompute, light)
 
-    def _measured(self, measured: Measured) -> Values:
+    def _values(self, measured: Measured) -> Values:
         values = measured_values(measured)
         values.pop("token_loss", None)  # four bytes a token: often more than all coordinates
         return values
 
-    def _keep(
+    def _gradients(
         self, traced: Traced, values: Values
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         group = self.basis.group if self.bits == 1 else 0

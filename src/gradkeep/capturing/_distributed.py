@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib.metadata
 import math
 import pickle
 import sys
@@ -25,11 +24,11 @@ import gradkeep.store as gs
 from gradkeep import farm
 from gradkeep._display import progress as shown
 from gradkeep._surroundings import torch_threads
-from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._batches import batch_size, digests
 from gradkeep.capturing._keeping import BatchUnlikeFirst
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
-from gradkeep.capturing._row_making import RowAlarms
+from gradkeep.capturing._rows import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 from gradkeep.farm._job import packed
 from gradkeep.farm._run import share_out, size_of
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from gradkeep.capturing._audit import FirstRows
     from gradkeep.farm._run import Engine, Progress
     from gradkeep.store import CaptureKey
 
@@ -48,7 +46,6 @@ _ARRAYS = tuple(gs.Array(name, "int64", nan="keep") for name in _COUNTS)
 """Counts of a range: rows, and rows without a gradient to speak of."""
 _UNLIKE_FIRST = -2
 """Example of a range with a batch that the choices of the first one do not fit: it was not made."""
-_PACKAGES = ("gradkeep", "torch", "numpy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +77,6 @@ class DistributedCapture:
         if schema.num_rows is None:
             raise CaptureError(
                 "workers need to know how many rows there are",
-                found="a loader without a length, or packed batches",
                 fix="give a DataLoader of a data set with a length; or capture without workers=",
             )
         ranges = segment_ranges(
@@ -96,11 +92,11 @@ class DistributedCapture:
             request=request,
             device=device_of(replay.model),
             paths=tuple(path for path in sys.path if path),
-            versions=_versions(),
             store=replay.store.location,
             durability=replay.store.durability,
             key=key,
-            expected=here.first_rows(),
+            contents=digests(replay.batches.first),
+            values={n: v for n, v in here.first.rows.values.items() if n in ("loss", "norm")},
         )
         title = f"capture {key.split} at {key.checkpoint}"
         with contextlib.ExitStack() as stack:
@@ -172,14 +168,6 @@ def device_for(given: torch.device, worker: int, devices: int) -> torch.device:
     return torch.device(given.type, worker % devices)
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its sources
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 @dataclass(slots=True, eq=False)
 class _RangeJob:
     """A job of the farm: makes ranges of segments; the model is made ready when the first one comes."""
@@ -191,11 +179,13 @@ class _RangeJob:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     paths: tuple[str, ...] = ()
     """Where modules are found, also on other machines that see the same files."""
-    versions: dict[str, str] = field(default_factory=dict)
     store: str = ""
     durability: Any = None
     key: CaptureKey | None = None
-    expected: FirstRows | None = None
+    contents: Any = None
+    """Fingerprints of the first batch."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Losses and norms of the first rows: a worker must compute the same."""
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Make these ranges, and count what looked wrong in their rows."""
@@ -218,14 +208,6 @@ class _RangeJob:
         return found
 
     def _begin(self) -> SegmentMaker:
-        found = _versions()
-        if found != self.versions:
-            raise CaptureError(
-                "this worker has other packages than the process that began the capture",
-                found=str(found),
-                expected=str(self.versions),
-                fix="install the same versions everywhere",
-            )
         sys.path += [path for path in self.paths if path not in sys.path]
         request: CaptureRequest = pickle.loads(self.request)
         own = device_for(self.device, worker_number(), torch.cuda.device_count())
@@ -233,5 +215,4 @@ class _RangeJob:
         store = gs.open(self.store, create=False, durability=self.durability)
         replay = Replay(request, store, resume=True, progress=False)
         assert self.key is not None
-        assert self.expected is not None
-        return SegmentMaker.begin(replay, self.key, self.expected)
+        return SegmentMaker.begin(replay, self.key, self.contents, self.values)

@@ -219,7 +219,6 @@ def choose_storage(
         elif forced == "low rank" and tolerance <= 0:
             raise CaptureError(
                 "cutting the rank needs to know how far it may err",
-                found="tolerance=0",
                 fix="pass tolerance=1e-3, the largest relative error of a gradient",
             )
         options = [
@@ -446,7 +445,6 @@ def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
     raise BatchUnlikeFirst(
         f"layer {keeping.unit.name} has several positions for a row of this batch",
         Adjustments(ragged=frozenset({keeping.unit.name})),
-        expected="one position for each row, as in the first batch",
         fix="begin with a batch of sequences longer than one; or pass "
         f"keep={{{keeping.unit.name!r}: 'dense'}}",
     )

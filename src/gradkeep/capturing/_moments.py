@@ -6,22 +6,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._tracer import DenseSoon
-from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.capturing._tracer import Reducer, empty_gradients, restore_gradients
 from gradkeep.curvature._kept_moments import KeptMoments, SideMoments
 from gradkeep.curvature._moments import VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
-from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     import torch
 
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.curvature._moments import MatrixMoments
@@ -30,54 +29,51 @@ if TYPE_CHECKING:
     Moments = MatrixMoments | VectorMoments
 
 
-class MomentsSoon:
-    """Adds up moments while the backward pass goes on, and lets the gradients go."""
+@dataclass(slots=True, eq=False)
+class LayerMoments:
+    """Moments of the weights of some units, and the forms that their gradients have."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self.units: Collection[LayerUnit] = list(tracer.units)
-        self._tracer = tracer
-        self.forms: dict[LayerUnit, AnyForm] = {}
-        self.moments: dict[LayerUnit, list[Moments]] = {}
-        self.rows = 0
+    forms: dict[LayerUnit, AnyForm] = field(default_factory=dict)
+    moments: dict[LayerUnit, list[Moments]] = field(default_factory=dict)
+    rows: int = 0
 
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
-        """Nothing is left of the gradients but their moments."""
+
+def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device) -> LayerMoments:
+    """Add up the moments of all units' loss gradients over some batches; one pass forward and back.
+
+    Of a weight, left = sum g g^T / rows and right = sum x x^T / positions, so that products of their
+    eigenvalues have the size of the Fisher matrix.
+    """
+    total = LayerMoments()
+
+    def add(unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
         form, rows = piece.form, piece.rows.widened()
-        if unit not in self.moments:
-            self.forms[unit] = form
+        if unit not in total.moments:
+            total.forms[unit] = form
             with rows.example.device:
-                self.moments[unit] = [
+                total.moments[unit] = [
                     matrix_moments(block, form, lean=True)
                     if isinstance(block, WeightMatrix)
                     else VectorMoments(block, form)
                     for block in form.weight_blocks()
                 ]
-        slopes = self._tracer.loss_slopes(measured)
-        for one in self.moments[unit]:
+        slopes = tracer.loss_slopes(measured)
+        for one in total.moments[unit]:
             one.add(rows, slopes)
-        nothing = rows.example.new_empty(len(rows), 0)
-        return LayerGradients(Dense(form.parameters, "", 0), DenseRows(nothing))
+        return empty_gradients(piece)
 
-
-def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device) -> MomentsSoon:
-    """The moments of all units' loss gradients over some batches; one pass forward and back.
-
-    Of a weight, left = sum g g^T / rows and right = sum x x^T / positions, so that products of their
-    eigenvalues have the size of the Fisher matrix.
-    """
-    found = MomentsSoon(tracer)
+    reducer = Reducer(tracer.units, add)
     for batch in sample:
-        found.rows += batch_size(batch)
-        losses = tracer.run(batch, device=device, soon=found).measured.losses
+        total.rows += batch_size(batch)
+        losses = tracer.run(batch, device=device, reducer=reducer).measured.losses
         if not bool(losses.isfinite().all()):
             raise CaptureError(
                 "the loss of a row that the basis is found with is not a number",
-                found=f"losses {losses.detach().tolist()[:8]}",
                 fix="look at the data, or capture an earlier checkpoint: training diverged",
             )
-    if not found.rows:
+    if not total.rows:
         raise CaptureError("there are no rows to find a basis with", fix="check the loader")
-    return found
+    return total
 
 
 FIRST_ROWS = 128
@@ -111,7 +107,7 @@ class _Sums:
 
 @dataclass(slots=True, eq=False)
 class FirstMoments:
-    """Makes dense gradients, and adds up moments of the first rows' factors before they go.
+    """Adds up moments of the first rows' factors in layers that are stored dense.
 
     Kronecker methods need the moments, and a dense gradient does not hold them.
     """
@@ -126,8 +122,8 @@ class FirstMoments:
     _sums: dict[LayerUnit, _Sums] = field(default_factory=dict, init=False)
 
     @classmethod
-    def wanted(cls, prepared: PreparedCapture, budget: int | None) -> FirstMoments | None:
-        """For the layers that are kept dense but have factors; None if there are none.
+    def plan(cls, prepared: PreparedCapture, budget: int | None) -> FirstMoments | None:
+        """Choose the layers that are stored dense but have factors; None if there are none.
 
         Of a `budget` in bytes, sums in float64 of all layers and of a batch take a sixteenth at most;
         layers that do not fit go without.
@@ -146,32 +142,27 @@ class FirstMoments:
         return cls(prepared, frozenset(layers)) if layers else None
 
     @property
-    def units(self) -> frozenset[LayerUnit]:
-        """Layers that are kept dense."""
-        return self.prepared.dense
-
-    @property
     def open(self) -> bool:
-        """Whether further rows are wanted."""
+        """Whether further rows are needed."""
         return self._left > 0
 
     def begin(self) -> None:
         """Take the rows that pass from now on for the first ones."""
         self.rows, self._left, self._batch, self._sums = 0, FIRST_ROWS, {}, {}
 
-    def during(self) -> FirstMoments:
-        """Forget the sums of a batch that failed."""
+    def reducer(self) -> Reducer:
+        """Restore dense gradients, and note sums of their factors; those of a failed batch are dropped."""
         self._batch = {}
-        return self
 
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
-        """The same gradients, dense."""
-        if unit in self.layers:
-            self._batch[unit] = self.of(piece, measured)
-        return DenseSoon(self.units).make(unit, piece, measured)
+        def add(unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+            if unit in self.layers:
+                self._batch[unit] = self.batch_sums(piece, measured)
+            return restore_gradients(unit, piece)
 
-    def of(self, piece: LayerGradients, measured: Measured) -> _Sums:
-        """The sums of the rows of a batch that are wanted."""
+        return Reducer(self.prepared.dense, add)
+
+    def batch_sums(self, piece: LayerGradients, measured: Measured) -> _Sums:
+        """The sums of those rows of a batch that are needed."""
         form: Any = piece.form
         if not _has_factors(form):
             return _Sums(form, missing=True)
@@ -197,7 +188,7 @@ class FirstMoments:
         count = min(rows, self._left)
         self.rows, self._left, self._batch = self.rows + count, self._left - count, {}
 
-    def found(self, weights: str, ids: Any) -> KeptMoments | None:
+    def means(self, weights: str, ids: Any) -> KeptMoments | None:
         """The moments of every layer whose rows are all known and finite.
 
         `ids` are those of the rows that passed, in order.

@@ -18,21 +18,19 @@ from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
-from gradkeep.capturing._estimate import (
+from gradkeep.capturing._cost import (
     CaptureCost,
-    Clock,
     MeasuredRows,
     coordinate_cost,
     exact_cost,
-    keeps_exact,
     measure_rows,
     measured_pace,
 )
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, rows_at_once
-from gradkeep.capturing._keep import Keep
+from gradkeep.capturing._first_batch import CaptureSettings, Keep, prepare_capture, rows_at_once
+from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
-from gradkeep.capturing._row_making import GradientMaker, without_columns
+from gradkeep.capturing._rows import GradientMaker
 from gradkeep.capturing._sequences import unpacking_for
 from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
@@ -389,7 +387,7 @@ def plan(
         disk=shutil.disk_usage(os.curdir).free if disk_budget is None else parse_bytes(disk_budget),
     )
     wanted = settings.compressed
-    if wanted is not None and keeps_exact(planner.shaped, wanted):
+    if wanted is not None and planner.shaped.prepared.fits_exactly(wanted):
         wanted = None
     found = planner.plan(wanted)
     if found.fits:
@@ -406,12 +404,14 @@ def _measure(
     mode: Mode | None,
     *,
     hollow: bool,
-) -> tuple[ShapedCapture, Clock, MeasuredRows | None]:
-    """Run the first samples if that is quick; else look at shapes and time one short sample."""
+) -> tuple[ShapedCapture, float, MeasuredRows | None]:
+    """Run the first samples if that is quick; else look at shapes and time one short sample.
+
+    Gives the shapes, the pace of this machine, and what rows took that ran.
+    """
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), 16))
-    clock = Clock()
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)
@@ -426,15 +426,15 @@ def _measure(
                 fix="build model and batch with numbers, on the CPU",
             ) from error
     if shaped is not None and hollow:
-        return shaped, clock, None
+        return shaped, 1.0, None
     with ready(model), in_mode(model, mode):
         if shaped is not None:
-            seconds = shaped.rows * clock.a_pass(shaped.work)
+            seconds = shaped.rows * shaped.work.seconds
             held = shaped.rows * shaped.work.saved
             held += sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
             if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
                 pace = measured_pace(model, task, part, settings.of, shaped.work)
-                return shaped, Clock(pace), None
+                return shaped, pace, None
         device = device_of(model)
         own = to_device(part if shaped is not None else rows_of(part, 0, 2), device)
         prepared = prepare_capture(model, task, own, settings)
@@ -449,7 +449,7 @@ def _measure(
             own = to_device(rows_of(batch, 0, many), device)
             several = [measure_rows(maker, own) for _ in range(3)]
             measured = min(several, key=lambda one: one.seconds)
-        return shaped, Clock(pace), measured
+        return shaped, pace, measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -457,7 +457,7 @@ class _Planner:
     """Plans for one model, batch and question, by what is kept."""
 
     shaped: ShapedCapture
-    clock: Clock
+    pace: float
     measured: MeasuredRows | None
     rows: int
     queries: int
@@ -473,9 +473,9 @@ class _Planner:
         """Plan for whole gradients, or for so many bytes a row."""
         rows, queries, shaped = self.rows, self.queries, self.shaped
         if keep is None:
-            cost = exact_cost(shaped, self.clock, measured=self.measured)
+            cost = exact_cost(shaped, self.pace, measured=self.measured)
         else:
-            cost = coordinate_cost(shaped, keep, self.clock, rows=rows, chosen=self.chosen)
+            cost = coordinate_cost(shaped, keep, self.pace, rows=rows, chosen=self.chosen)
         budget = DEFAULT_BUDGET if self.memory is None else self.memory
         segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
         answer = 4 * rows * queries

@@ -19,12 +19,12 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 from gradkeep.capturing._batches import batch_size, rows_of
-from gradkeep.capturing._calls import LayerCall, call_pattern, fill
 from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
+from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, passed
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import (
+    DENSE_RULES,
     LayerUnit,
     calls_by_module,
     calls_of,
@@ -110,9 +110,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 class ChosenRules:
     """How every unit is captured from now on."""
 
-    units: tuple[LayerUnit, ...]
     pieces: dict[LayerUnit, LayerGradients]
-    """The gradients of the batch."""
+    """The units as they are captured, and their gradients of the batch."""
     patterns: dict[LayerUnit, tuple[Any, ...]]
     """How each unit's modules were called, see `call_pattern`."""
     unused: tuple[LayerUnit, ...]
@@ -158,8 +157,8 @@ def choose_rules(
         target,
         calls_by_module(calls),
         tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
+        single=single,
     )
-    search.single = single
     unused = told_of_gradients((target * search.weights).sum(), units, search.arrived)
     found, last_resort = search.rules, search.try_dense()
     used = [unit for unit in units if unit in found or unit in search.truths]
@@ -168,7 +167,6 @@ def choose_rules(
         raise CaptureError(
             "some parameters are covered by no factor rule",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
-            expected="layers with a rule: linear, convolution, embedding, normalisation",
             fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
         )
     if dense and uncovered == "skip":
@@ -177,7 +175,6 @@ def choose_rules(
     elif last_resort:
         search.try_whole_model(last_resort)
     return ChosenRules(
-        units=tuple(found[unit][0] for unit in used if unit in found),
         pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
         patterns={
             rule: call_pattern(
@@ -205,12 +202,11 @@ class _RuleSearch:
         calls: dict[nn.Module, list[LayerCall]],
         *,
         tolerance: float,
+        single: Collection[str],
     ) -> None:
         self.tracer, self.batch, self.target, self.calls = tracer, batch, target, calls
-        self.tolerance, self.rows = tolerance, batch_size(batch)
-        draws = torch.rand(self.rows, generator=torch.Generator().manual_seed(0))
-        self.weights = draws.add_(0.5).to(target)
-        self.single: Collection[str] = ()
+        self.tolerance, self.single, self.rows = tolerance, single, batch_size(batch)
+        self.weights = random_weights(target, seed=0)
         self.rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
         self.truths: dict[LayerUnit, Tensor] = {}
         """Autograd's gradients of the units that no factors give."""
@@ -280,7 +276,6 @@ class _RuleSearch:
                 raise CaptureError(
                     f"layer {way.name}: the gradients of single samples do not add up to the batch's",
                     found="samples that influence each other, or randomness in the model",
-                    expected="a loss per sample that depends on that sample alone",
                     fix="capture in eval mode (mode='eval'), without statistics over the batch",
                 )
             self.rules[whole[way]] = way, piece
@@ -288,6 +283,12 @@ class _RuleSearch:
     def _fits(self, piece: LayerGradients, truth: Tensor) -> bool:
         weights = self.weights.unsqueeze(0).to(piece.rows.example)
         return fits(piece.form.weighted_sum(piece.rows, weights)[0], truth, self.tolerance)
+
+
+def random_weights(target: Tensor, *, seed: int) -> Tensor:
+    """Weights `[B]` between 0.5 and 1.5, the same for the same number of samples."""
+    draws = torch.rand(len(target), generator=torch.Generator().manual_seed(seed))
+    return draws.add_(0.5).to(target)
 
 
 def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
@@ -353,13 +354,9 @@ class RuleProofs:
     """The relative error that the proofs so far accepted."""
     proofs: int = 0
     """How many patterns were proved behind the first batch."""
+    modules: dict[nn.Module, None] = field(default_factory=dict)
+    """Modules whose calls are needed for some pattern."""
     _rules: dict[LayerUnit, dict[Pattern, LayerUnit | None]] = field(default_factory=dict)
-    _modules: dict[nn.Module, None] = field(default_factory=dict)
-
-    @property
-    def modules(self) -> Collection[nn.Module]:
-        """Modules whose calls are needed for some pattern."""
-        return self._modules
 
     def spread(self, units: Iterable[LayerUnit]) -> set[nn.Module]:
         """Modules that all samples share a call of, in some pattern."""
@@ -383,14 +380,14 @@ class RuleProofs:
     def add_first(self, chosen: ChosenRules) -> None:
         """The rules that the first batch proved."""
         self.tolerance = chosen.tolerance
-        for unit in chosen.units:
+        for unit in chosen.pieces:
             self._rules[unit] = {chosen.patterns[unit]: unit}
-            self._modules.update(dict.fromkeys(watched([unit])))
+        self.modules |= dict.fromkeys(watched(list(chosen.pieces)))
 
     def add_late(self, unit: LayerUnit) -> None:
         """A unit that no batch has used so far."""
         self._rules[unit] = {(): None}
-        self._modules.update(dict.fromkeys(watched([unit])))
+        self.modules |= dict.fromkeys(watched([unit]))
 
     def prove(
         self, tracer: Tracer, units: Sequence[LayerUnit], batch: Any, ran: Collection[LayerUnit]
@@ -409,14 +406,12 @@ class RuleProofs:
         for count in dict.fromkeys((min(rows, self.rows), rows)):
             some = rows_of(batch, 0, count)
             chosen = choose_rules(plain, originals, some, uncovered=uncovered)
-            found = {unit.name: unit for unit in chosen.units}
+            found = {unit.name: unit for unit in chosen.pieces}
             self.tolerance = max(self.tolerance, chosen.tolerance)
             if all(unit.name in found for unit in ran):
                 break
         rules: Rules = {unit: found.get(unit.name) for unit in several}
-        for rule in rules.values():
-            if rule is not None:
-                self._modules.update(dict.fromkeys(watched([rule])))
+        self.modules |= dict.fromkeys(watched([rule for rule in rules.values() if rule]))
         return rules | {unit: unit for unit in units if unit.rule == "whole"}
 
     def add(self, rules: Rules, calls: Calls, rows: int) -> None:
@@ -428,17 +423,15 @@ class RuleProofs:
             known = self._rules[unit]
             pattern = call_pattern(calls_of(unit, calls), rows)
             before = known.get(pattern)
-            if before is not None and rule is not None and not _is_same_rule(before, rule):
-                contradicted.append(unit.name)
-            elif before is None:
+            if before is None:
                 known[pattern] = rule
+            elif rule is not None:
+                names = {before.rule, rule.rule}
+                is_same = len(names) == 1 or names == {"module", "one by one"}
+                if before.axis != rule.axis or not is_same:
+                    contradicted.append(unit.name)
         if contradicted:
             raise rows_moved(contradicted)
-
-
-def _is_same_rule(one: LayerUnit, other: LayerUnit) -> bool:
-    rules = {one.rule, other.rule}
-    return one.axis == other.axis and (len(rules) == 1 or rules == {"module", "one by one"})
 
 
 def rows_moved(names: Sequence[str], row: int | None = None) -> BatchUnlikeFirst:
@@ -449,6 +442,5 @@ def rows_moved(names: Sequence[str], row: int | None = None) -> BatchUnlikeFirst
         Adjustments(single=frozenset(names)),
         found=f"rows of a later batch that lie elsewhere than those of the first one, in "
         f"{len(names)} layers: {', '.join(names[:4])}",
-        expected="a model that keeps a sample at its place in the batch",
         fix="keep the order of samples inside of the model; or capture with batches of one row",
     )

@@ -135,7 +135,9 @@ class _Made:
 
     def saved(self) -> contextlib.AbstractContextManager[Any]:
         """Autograd keeps where weights come from; all else as it would have."""
-        around = _hooks_around()
+        # Hooks of a caller, such as checkpointing, stay in place for all other tensors.
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        around = None if top is None else top(False)
         sources = self._sources
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -156,13 +158,6 @@ class _Made:
             return found
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _hooks_around() -> tuple[Any, Any] | None:
-    """What a caller does with the tensors that autograd saves: checkpointing, measuring."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    found: tuple[Any, Any] | None = None if top is None else top(False)
-    return found
 
 
 def kept_value(weight: torch.Tensor) -> torch.Tensor:
@@ -263,8 +258,6 @@ def check_recomputable(model: nn.Module) -> None:
     if any(isinstance(parameter, StandIn) for parameter in model.parameters()):
         raise CaptureError(
             "a memory budget by fraction needs weights as they are computed with",
-            found="weights in 16 bits, or offloaded ones",
-            expected="float32 or float64 weights in the model",
             fix="give the budget in bytes, such as memory_budget='2GiB', or capture model.float()",
         )
 
@@ -427,7 +420,6 @@ def _check_precision(model: nn.Module) -> None:
         raise CaptureError(
             "the model's weights have too few digits for exact gradients",
             found=", ".join(sorted(str(kind) for kind in low)),
-            expected="float32 or float64",
             fix="capture model.float(); what is kept may be 16 bits wide: encoding='bfloat16'",
         )
 
@@ -447,8 +439,9 @@ def ready(model: nn.Module) -> Iterator[list[str]]:
     hand in full precision. Another thread that wants the same model waits: what watches a layer would
     see the passes of both.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_lock_of(model))
+    with _making_locks:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock, contextlib.ExitStack() as stack:
         stack.enter_context(_openly())
         yield stack.enter_context(weights_at_hand(model))
 
@@ -476,11 +469,6 @@ class _Opened:
 _opened = _Opened()
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
-
-
-def _lock_of(model: nn.Module) -> threading.RLock:
-    with _making_locks:
-        return _locks.setdefault(model, threading.RLock())
 
 
 @contextlib.contextmanager

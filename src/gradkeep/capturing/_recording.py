@@ -8,20 +8,21 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep._arguments import flag, one_of, optional
-from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
-from gradkeep.capturing._loader import checked_ids
+from gradkeep.capturing._loader import checked_ids, plain
 from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
-from gradkeep.capturing._row_making import arrays_for, norms, plain
+from gradkeep.capturing._rows import arrays_for, norm_values
+from gradkeep.capturing._tracer import LayerCall, watching
 from gradkeep.capturing.rules._layers import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import (
     DENSE_RULES,
@@ -39,8 +40,6 @@ from gradkeep.remat.planned._session import budget_is_active
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy as np
 
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._layers import SampleAxis
@@ -171,7 +170,6 @@ class GradientRecording:
                 raise CaptureError(
                     "a gradient of gradients was taken inside of batch()",
                     found="a backward pass with create_graph=True, as for gradient penalties",
-                    expected="one backward pass of losses, which reaches every layer once",
                     fix="record the batches without it; or replay the checkpoint with gk.capture",
                 )
             dtype = next(call.module.parameters()).dtype
@@ -203,13 +201,11 @@ class GradientRecording:
         if self._kept is None:
             self._kept = choose_storage(pieces, encoding=self._encoding, wanted={}, tolerance=0.0)
         factors, arrays = rows_to_store(self._kept, pieces)
-        lengths = norms(self._kept, factors).cpu().float()
         values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
-        values["norms"] = lengths.numpy()
-        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
-        if not bool(lengths.isfinite().all()):
-            row = int((~lengths.isfinite()).any(1).nonzero()[0])
-            raise CaptureError(f"the gradient of sample {ids[row]} is not a number")
+        values |= norm_values(self._kept, factors)
+        finite = np.isfinite(values["norms"]).all(1)
+        if not finite.all():
+            raise CaptureError(f"the gradient of sample {ids[finite.argmin()]} is not a number")
         if self._writer is None:
             self._writer = self._store.write(self.key, self._schema(values))
             self._names = tuple(values)
@@ -234,11 +230,13 @@ class GradientRecording:
         batches showed, or what was said.
         """
         found = {unit: _possible_axes(unit, calls, rows) for unit in units}
-        open_ones = [
-            unit
-            for unit, axes in found.items()
-            if axes[:2] == ["first", "second"] and _is_sequence(_calls_of(unit, calls)[0].input)
-        ]
+        open_ones = []
+        for unit, axes in found.items():
+            values = _calls_of(unit, calls)[0].input
+            # Steps of samples, `[B, T, D]` or tokens `[B, T]`; images have their channels there.
+            is_sequence = values.dim() == (3 if values.dtype.is_floating_point else 2)
+            if axes[:2] == ["first", "second"] and is_sequence:
+                open_ones.append(unit)
         if self._batch_first is None:
             certain = {axes[0] for unit, axes in found.items() if unit not in open_ones}
             if len(certain) == 1 and not certain <= {"flat"}:
@@ -407,8 +405,3 @@ def _possible_axes(
             f"share, such as position embeddings, with layers='!{unit.name}'",
         )
     return found
-
-
-def _is_sequence(values: torch.Tensor) -> bool:
-    """Steps of samples, `[B, T, D]` or tokens `[B, T]`; images have their channels there."""
-    return values.dim() == (3 if values.dtype.is_floating_point else 2)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.autograd.graph import GradientEdge
 
-    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
 
@@ -105,7 +105,6 @@ class WeightGradients:
                     "backward() computed",
                     found=f"a {unit.type} whose weight is also used elsewhere (tied by hand), whose "
                     "forward is changed, or whose gradients a hook changes",
-                    expected="rows whose sum is the gradient of the weight",
                     fix=f"leave it out with layers='!{unit.name}', or replay the checkpoint with "
                     "gk.capture",
                 )
@@ -207,7 +206,6 @@ class SampleProbe:
                 "for another sample",
                 found="a model that mixes samples, reorders them (sorting by length), or joins several "
                 "views of a sample",
-                expected="rows that depend on the sample whose id they get",
                 fix="replay the checkpoint with gk.capture, which reads rows from single samples",
             )
 
@@ -280,7 +278,6 @@ class LossProbe(TorchFunctionMode):
                 "the loss mixes samples: the gradient of one sample depends on the outputs of others",
                 found="a loss over the whole batch, such as a contrastive loss or one with batch "
                 "statistics",
-                expected="a mean or a sum of one loss per sample",
                 fix="record a loss per sample; for a loss over the batch no sample has a gradient of "
                 "its own",
             )

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +23,16 @@ from gradkeep import remat
 from gradkeep._budgets import parse_budget
 from gradkeep._display import progress as shown
 from gradkeep.capturing._audit import (
-    FirstRows,
     RowAudit,
     buffers_kept,
-    check_unchanged,
+    check_first_rows,
     fingerprint_function,
     is_steady,
 )
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._coordinates import (
-    BasisRequest,
-    CoordinateMaker,
-    coordinate_maker,
-    find_basis,
-)
+from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker, find_basis
 from gradkeep.capturing._first_batch import (
+    QUERIES,
     CaptureSettings,
     coordinate_footprint,
     prepare_capture,
@@ -45,10 +40,10 @@ from gradkeep.capturing._first_batch import (
     rows_at_once,
     rows_within,
     segment_bytes,
+    segment_rows,
 )
-from gradkeep.capturing._keep import OVERHEAD, QUERIES
 from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
-from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._moments import FirstMoments
 from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
@@ -59,14 +54,13 @@ from gradkeep.capturing._resume import (
     changed_rows,
     earlier_run,
 )
-from gradkeep.capturing._row_making import (
+from gradkeep.capturing._rows import (
     GradientMaker,
     LossMaker,
     RowAlarms,
     RowFeed,
     arrays_for,
     modules_named,
-    without_columns,
 )
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._rules import units_of
@@ -81,17 +75,15 @@ if TYPE_CHECKING:
     from gradkeep._preview import Preview
     from gradkeep.capturing._distributed import DistributedCapture
     from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
-    from gradkeep.capturing._row_making import Columns, MadeRows, RowMaker
+    from gradkeep.capturing._rows import MadeRows, RowMaker
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import CaptureKey, Schema, Store
 
 _log = logging.getLogger(__name__)
 LOSSES = "losses"
 """`keep` of a capture without gradients."""
-COORDINATE_ROWS = 1024
-"""Rows of a segment of coordinates: they take few bytes, but as long to make again as any."""
 Report = Callable[[int, int], None]
 Delivered = tuple[Any, Any, Any]
 """Ids, fingerprints and contents of a batch."""
@@ -234,7 +226,7 @@ class Replay:
             if earlier is not None and not self.resume:
                 raise CaptureError(
                     "there is such a capture already",
-                    path=self.store.backend.describe(key.folder),
+                    path=earlier.path,
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.try_first_rows(key, earlier, adjustments)
@@ -261,7 +253,6 @@ class Replay:
                 if not first.steady:
                     raise CaptureError(
                         "a model that draws at random gives other rows to every worker",
-                        found="dropout in train mode",
                         fix="pass mode='eval', or leave workers= out",
                     )
                 reused = 0 if earlier is None else earlier.rows
@@ -309,12 +300,14 @@ class Replay:
         rows = maker.make(self._first_rows(), alone=True)
         values = rows.values | {"example": digests(self.batches.first)[:0]}
         gradients = tuple(array for keeping in maker.kept for array in keeping.arrays)
+        small, size = isinstance(maker, CoordinateMaker), segment_bytes(self.budget)
+        per_segment = segment_rows(maker.row_bytes, size, coordinates=small)
+        if earlier is not None:
+            per_segment = earlier.schema.rows_per_segment
         schema = gs.Schema(
             arrays=(*arrays_for(values), *gradients),
             num_rows=self.batches.num_rows,
-            rows_per_segment=self._segment_rows(maker)
-            if earlier is None
-            else earlier.schema.rows_per_segment,
+            rows_per_segment=per_segment,
             layers=maker.layers(),
             fingerprints={
                 "weights": weights,
@@ -363,7 +356,7 @@ class Replay:
         else:
             moments = None
             if not small and self.recompute is None:  # a plan wants every step to be the same
-                moments = FirstMoments.wanted(prepared, budget)
+                moments = FirstMoments.plan(prepared, budget)
             maker = GradientMaker(
                 prepared=prepared,
                 kept=prepared.kept,
@@ -389,23 +382,21 @@ class Replay:
     ) -> CoordinateMaker | None:
         """The maker of coordinates; None where exact gradients of every row take no more bytes."""
         keep, budget = self.settings.compressed, self.budget
-        ragged = any(array.ragged for keeping in prepared.kept for array in keeping.arrays)
-        if keep is not None and not ragged and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
+        if keep is not None and prepared.fits_exactly(keep):
             return None
-        request = BasisRequest(
-            store=self.store,
-            key=gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
-            keep=keep,
+        rows = batch_size(batch)
+        basis = find_basis(
+            self.store,
+            gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
+            keep,
+            prepared,
+            self.batches,
+            self.device,
             weights=weights,
-            task=self.task.describe(),
-            trained_as=self.task.trained_as(),
-            chosen=self.settings.layers is not None,
+            all_layers=self.settings.layers is not None,
             budget=budget,
-            footprint=0
-            if budget is None
-            else coordinate_footprint(prepared, 0, batch, batch_size(batch)),
+            footprint=0 if budget is None else coordinate_footprint(prepared, 0, batch, rows),
         )
-        basis = find_basis(request, prepared, self.batches, self.device)
         return coordinate_maker(
             prepared, basis, keep, self.watched, recompute=self.recompute, device=self.device
         )
@@ -413,15 +404,6 @@ class Replay:
     def _first_rows(self) -> Any:
         first = self.batches.first
         return rows_of(first, 0, min(2, batch_size(first)))
-
-    def _segment_rows(self, maker: RowMaker) -> int:
-        """A power of two of rows per segment."""
-        most = segment_bytes(self.budget)
-        limit = COORDINATE_ROWS if isinstance(maker, CoordinateMaker) else 1 << 16
-        rows = 1
-        while 2 * rows * maker.row_bytes <= most and rows < limit:
-            rows *= 2
-        return rows
 
     def _used_layers(self, names: frozenset[str]) -> frozenset[str]:
         """The layers of these that run in any batch; one forward pass over the data."""
@@ -506,10 +488,17 @@ class Replay:
             alarms.check_all_zero()
             if maker.audit is not None:
                 last = maker.make(self._first_rows(), alone=True)
-                check_unchanged(first.rows.values, last.values)
+                check_first_rows(
+                    first.rows.values,
+                    last.values,
+                    1e-2,
+                    when="at the end of the capture",
+                    fix="capture a model that does not change while it runs: no counters, caches or "
+                    "running means; nothing was sealed, so delete this capture first",
+                )
             if moments is not None:
                 weights = str(schema.fingerprints["weights"])
-                kept = moments.found(weights, np.concatenate(moment_ids))
+                kept = moments.means(weights, np.concatenate(moment_ids))
                 if kept is not None:
                     kept.save(self.store, key)  # before the capture is sealed
         return feed.reused
@@ -526,8 +515,13 @@ class SegmentMaker:
     """Holds the model ready, where nobody else does."""
 
     @classmethod
-    def begin(cls, replay: Replay, key: CaptureKey, expected: FirstRows) -> SegmentMaker:
-        """Be ready to make segments of a capture that another process has begun."""
+    def begin(
+        cls, replay: Replay, key: CaptureKey, contents: Any, values: Mapping[str, Any]
+    ) -> SegmentMaker:
+        """Be ready to make segments of a capture that another process has begun.
+
+        `contents` are the fingerprints of its first batch, `values` losses and norms of its first rows.
+        """
         stack = contextlib.ExitStack()
         replay.make_ready(stack)
         earlier = earlier_run(replay.store, key)
@@ -537,14 +531,20 @@ class SegmentMaker:
                 path=replay.store.backend.describe(key.folder),
                 fix="run the whole capture again",
             )
+        if not np.array_equal(contents, digests(replay.batches.first)):
+            raise CaptureError(
+                "this worker sees other data than the process that began the capture",
+                fix="let every worker read the same files; what was kept stays as it is",
+            )
         first = replay.try_first_rows(key, earlier, earlier.adjustments)
-        made = cls(replay, key, first, stack)
-        expected.check(made.first_rows())
-        return made
-
-    def first_rows(self) -> FirstRows:
-        """The first rows, by which a worker knows that it makes the same."""
-        return FirstRows.of(self.replay.batches.first, self.first.rows.values)
+        check_first_rows(
+            values,
+            first.rows.values,
+            1e-3,
+            when="in this worker: its code is not that of the process that began the capture",
+            fix="install the same versions of model, task and packages everywhere",
+        )
+        return cls(replay, key, first, stack)
 
     def make(self, segments: range) -> RowAlarms:
         """Make the missing ones of these segments, from the batches of a whole pass."""

@@ -21,7 +21,7 @@ from gradkeep.query._gradients import gradients_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradkeep.capturing._row_making import MadeRows, RowMaker
+    from gradkeep.capturing._rows import MadeRows, RowMaker
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Block, CaptureKey, Schema, Store
 
@@ -75,8 +75,6 @@ def changed_rows(ids: Ids, *, path: str, known: int) -> CaptureError:
         f"sample {ids[0]} is not what it was when this capture was begun{also}",
         path=path,
         found=f"other inputs or labels at {named(ids)}, {len(ids)} of {known} rows",
-        expected="the same contents behind every id: same data, same order, same padding, and no "
-        "random augmentation",
         fix="go through the same data in the same order; or keep these rows as another capture "
         "with name=; or delete the old one with store.delete(key) first",
     )
@@ -206,7 +204,6 @@ class RowsMadeAgain:
                     "model or the task is not what it was, though weights and data are",
                     path=self._earlier.path,
                     found="; ".join(other[:6]),
-                    expected="the same numbers, up to rounding",
                     fix="run the model's and the task's code of then; or keep these rows as another "
                     "capture with name=; or delete the old one with store.delete(key) first",
                 )

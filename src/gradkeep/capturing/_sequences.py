@@ -192,7 +192,6 @@ def _unclear(found: str) -> CaptureError:
     return CaptureError(
         "several documents in one row, and it is not clear where they begin",
         found=found,
-        expected="one document after the other, each with its own positions",
         fix=_FIX,
     )
 

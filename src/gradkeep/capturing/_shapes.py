@@ -1,4 +1,4 @@
-"""What a capture is made of, from shapes alone: a pass over tensors that hold no numbers."""
+"""Shapes of a capture before it runs: a pass over tensors that hold no numbers, and its work."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradkeep.capturing._batches import batch_size, with_leaves
-from gradkeep.capturing._calls import LayerCall, fill
-from gradkeep.capturing._first_batch import PreparedCapture, storages_wanted
+from gradkeep.capturing._first_batch import (
+    PreparedCapture,
+    storages_wanted,
+)
 from gradkeep.capturing._keeping import choose_storage
 from gradkeep.capturing._proofs import is_shared, ways_to_capture
 from gradkeep.capturing._readiness import LOW, in_mode
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer
+from gradkeep.capturing._tracer import LayerCall, Tracer, fill
 from gradkeep.capturing.rules._layers import (
     LayerGradients,
     dense_gradients,
@@ -30,6 +32,7 @@ from gradkeep.capturing.rules._layers import (
     tied_pieces,
 )
 from gradkeep.capturing.rules._rules import (
+    DENSE_RULES,
     HINT,
     LayerUnit,
     calls_of,
@@ -39,6 +42,7 @@ from gradkeep.capturing.rules._rules import (
     watched,
 )
 from gradkeep.errors import CaptureError
+from gradkeep.factors._cost import FLOPS, WRITE
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.query._layers import select_layers
 
@@ -64,6 +68,11 @@ class PassWork:
     """Bytes that autograd holds in between."""
     largest: float
     """Bytes of the largest tensor that is written."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one core of a server; each written value is touched four times."""
+        return self.flops / FLOPS + 4 * self.written * WRITE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,11 +157,13 @@ def _shaped(
     prepared: PreparedCapture, measured: Measured, work: PassWork, rows: int
 ) -> ShapedCapture:
     tokens = measured.tokens
+    values = (measured.losses, measured.outputs, measured.slopes, measured.labels)
+    sizes = [v.nbytes / len(v) for v in (*values, measured.predictions) if v is not None]
     return ShapedCapture(
         prepared=prepared,
         rows=rows,
         work=work,
-        values=_value_bytes(measured),
+        values=20.0 + sum(sizes),  # id, fingerprint and norm take 20 bytes
         token_values=0.0 if tokens is None else 4.0 * tokens.numel() / rows + 8,
     )
 
@@ -335,10 +346,3 @@ def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> L
         source = sources.setdefault(key, given[0])
     count = len(call.shapes)
     return LayerCall(call.module, given, {}, call.shapes, call.given, (), [None] * count, source)
-
-
-def _value_bytes(measured: Measured) -> float:
-    """Id, fingerprint and length, and what the task measures, of one row."""
-    tensors = (measured.losses, measured.outputs, measured.slopes, measured.labels)
-    there = [tensor for tensor in (*tensors, measured.predictions) if tensor is not None]
-    return 20.0 + sum(tensor.numel() / len(tensor) * tensor.element_size() for tensor in there)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._calls import fill
 from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready, uncompiled
 from gradkeep.capturing._resume import RowFingerprints
-from gradkeep.capturing._row_making import without_columns
+from gradkeep.capturing._tracer import fill
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched
@@ -32,10 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing._loader import Batches, Ids
-    from gradkeep.capturing._row_making import Columns
-    from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing._loader import Batches, Columns, Ids
+    from gradkeep.capturing._tracer import LayerCall, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
     from gradkeep.query import Gradients
@@ -160,40 +157,36 @@ def replay_tokens(
             _directions(store, train, asked, forms, device),
             of_losses=train.of == "loss",
         )
-        rows = _chosen_rows(_captured_batches(train, batches), train_ids)
-        return replay.over(rows, train_ids, device)
-
-
-class _TokenReplay:
-    """Runs rows and adds up what their tokens carry."""
-
-    def __init__(
-        self, tracer: Tracer, directions: Mapping[LayerUnit, Tensor], *, of_losses: bool
-    ) -> None:
-        self.tracer, self.directions, self.of_losses = tracer, directions, of_losses
-        self.layers: dict[str, None] = {}
-        self.rest_layers: dict[str, None] = {}
-
-    def over(self, rows: Iterable[tuple[list[int], Any]], ids: Any, device: Any) -> ReplayedTokens:
-        """All rows, wherever they stand among the wanted ones."""
         parts: dict[int, tuple[Tensor, Tensor]] = {}
-        for numbers, batch in rows:
-            values, rest = self._batch(to_device(batch, device))
+        for numbers, batch in _chosen_rows(_captured_batches(train, batches), train_ids):
+            values, rest = replay.products(to_device(batch, device))
             for at, number in enumerate(numbers):
                 parts[number] = (values[:, at].float().cpu(), rest[:, at].float().cpu())
-        found = [parts[int(number)] for number in ids]
-        longest = max(values.shape[1] for values, _ in found)
-        padded = [torch.nn.functional.pad(v, (0, longest - v.shape[1])) for v, _ in found]
-        values = torch.stack(padded, 1)
-        return ReplayedTokens(
-            values=values,
-            rest=torch.stack([rest for _, rest in found], 1),
-            lengths=((values != 0).any(0) * torch.arange(1, longest + 1)).amax(1),
-            layers=tuple(self.layers),
-            rest_layers=tuple(self.rest_layers),
-        )
+    rows = [parts[int(number)] for number in train_ids]
+    longest = max(values.shape[1] for values, _ in rows)
+    padded = [torch.nn.functional.pad(v, (0, longest - v.shape[1])) for v, _ in rows]
+    values = torch.stack(padded, 1)
+    return ReplayedTokens(
+        values=values,
+        rest=torch.stack([rest for _, rest in rows], 1),
+        lengths=((values != 0).any(0) * torch.arange(1, longest + 1)).amax(1),
+        layers=tuple(replay.layers),
+        rest_layers=tuple(replay.rest_layers),
+    )
 
-    def _batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+
+@dataclass(slots=True, eq=False)
+class _TokenReplay:
+    """Multiplies the tokens of rows that run again with directions."""
+
+    tracer: Tracer
+    directions: Mapping[LayerUnit, Tensor]
+    of_losses: bool
+    layers: dict[str, None] = field(default_factory=dict)
+    """Layers whose tokens are told apart."""
+    rest_layers: dict[str, None] = field(default_factory=dict)
+
+    def products(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Products `[K, B, T]` of tokens and `[K, B]` of what has none."""
         rows, tracer = batch_size(batch), self.tracer
         measured, target, calls = tracer.forward(watched(list(tracer.units)), batch)
@@ -269,7 +262,6 @@ def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any,
         if len(changed):
             raise CaptureError(
                 f"sample {changed[0]} is not what it was when {train.key.split} was captured",
-                found="other contents under the same id",
                 fix="give the loader of then, with loader_ids= and columns= as the capture had them",
             )
         yield own, without_columns(batch)

@@ -1,25 +1,33 @@
-"""One pass forward and back: the calls of every layer, and its gradients from them."""
+"""One pass forward and back with hooks: the calls of every layer, and its gradients from them."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradkeep.capturing._batches import batch_size, to_device
-from gradkeep.capturing._calls import LayerCall, fill, watching
 from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst, in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
-from gradkeep.capturing.rules._rules import calls_by_module, calls_of, unit_gradients, watched
+from gradkeep.capturing.rules._rules import (
+    DENSE_RULES,
+    calls_by_module,
+    calls_of,
+    unit_gradients,
+    watched,
+)
 from gradkeep.errors import CaptureError
-from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.remat import stash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from gradkeep.capturing._proofs import RuleProofs, Rules
@@ -27,84 +35,234 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
+    from gradkeep.remat.planned._session import StashedTensor
+
+
+@dataclass(slots=True, eq=False)
+class LayerCall:
+    """One call of a watched module; the suffixes are filled in when the backward pass ran."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: tuple[torch.Size, ...]
+    """The shapes of the output tensors that carry gradients."""
+    given: torch.Size
+    """The shape of the first input tensor."""
+    edges: tuple[GradientEdge, ...]
+    """Where the gradients of those tensors will pass, as they were before any in-place change."""
+    suffixes: list[torch.Tensor | None] = field(default_factory=list)
+    original: torch.Tensor | None = None
+    """The first input as it came, which tells whether two layers share one."""
+    stashed: StashedTensor | None = None
+    """The input, where a memory budget may drop it meanwhile."""
+    differentiated: bool = False
+    """Whether a backward pass came by that can itself be differentiated."""
+
+    @property
+    def input(self) -> torch.Tensor:
+        """The first tensor that the module was given."""
+        self.unstash()
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                return value
+        raise TypeError(f"{type(self.module).__name__} was called without a tensor")
+
+    def unstash(self) -> None:
+        """Take the input back from the memory budget."""
+        if self.stashed is not None:
+            self.args, self.stashed = (self.stashed.get(),), None
+
+    def release(self) -> None:
+        """Free all tensors of the call."""
+        self.args, self.kwargs, self.original, self.stashed = (), {}, None, None
+        self.suffixes = [None] * len(self.suffixes)
+
+    def suffix(self, index: int = 0) -> torch.Tensor:
+        """The gradient at an output; zeros where the loss does not depend on it."""
+        suffix = self.suffixes[index] if index < len(self.suffixes) else None
+        if suffix is not None:
+            return suffix
+        reference = self.input
+        dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
+        return torch.zeros(self.shapes[index], dtype=dtype, device=reference.device)
 
 
 @contextlib.contextmanager
-def fast_pooling(model: nn.Module) -> Iterator[None]:
-    """Let each `nn.MaxPool2d` of windows 2 x 2 that do not overlap run so while the block runs."""
-    # A forward of someone else's own, such as a compiled one, stays.
-    pools = [m for m in model.modules() if type(m) is nn.MaxPool2d and "forward" not in vars(m)]
-    pools = [pool for pool in pools if _halves(pool)]
-    for pool in pools:
-        pool.forward = _forward_of(pool)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for pool in pools:
-            del pool.forward
+def watching(
+    modules: Sequence[nn.Module],
+    *,
+    by_hooks: bool = False,
+    light: Collection[nn.Module] = (),
+    spread: Collection[nn.Module] = (),
+    rows: int = 0,
+) -> Iterator[list[LayerCall]]:
+    """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
+
+    Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
+    gradient needs. The single input of `light` modules is stashed, so that a memory budget can drop
+    it and make it again when the module's turn comes in the backward pass. The outputs of `spread`
+    modules, which all `rows` samples share, are spread to all of them, so that each has a gradient
+    of its own. With `by_hooks` the suffixes are filled by whatever backward pass the caller
+    runs; else by `fill`.
+    """
+    calls: list[LayerCall] = []
+
+    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        # Positions `[T]` or `[1, T]`, not the samples' own.
+        is_spread = module in spread and (args[0].dim() == 1 or args[0].shape[0] != rows)
+        if is_spread:
+            args, output = (spread_to(args[0], rows), *args[1:]), spread_to(output, rows)
+        outputs = [t for t in _tensors(output) if t.requires_grad]
+        if not outputs:
+            return None  # under no_grad, or cut off from the loss: the first batch's check tells
+        inputs = _tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        if not kwargs and len(args) == len(inputs) == 1 and inputs[0] is args[0]:
+            args = (inputs[0].detach(),)
+        else:
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        call = LayerCall(
+            module=module,
+            args=args,
+            kwargs=kwargs,
+            shapes=tuple(t.shape for t in outputs),
+            given=inputs[0].shape if inputs else torch.Size(),
+            edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
+            original=inputs[0] if inputs else None,
+        )
+        if by_hooks:
+            call.suffixes = [None] * len(outputs)
+            for index, tensor in enumerate(outputs):
+                tensor.register_hook(_adding_hook(call, index))  # type: ignore[no-untyped-call]
+        if module in light and len(inputs) == len(args) == 1 and not kwargs:
+            call.stashed = stash(inputs[0])
+            call.args, call.original = (), None
+        calls.append(call)
+        return output if is_spread else None
+
+    with contextlib.ExitStack() as stack:
+        for module in dict.fromkeys(modules):
+            handle = module.register_forward_hook(saw, with_kwargs=True)
+            stack.callback(handle.remove)
+        # The fused inference path of transformer layers calls no hooks.
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        yield calls
 
 
-def _halves(pool: nn.MaxPool2d) -> bool:
-    step = pool.kernel_size if pool.stride is None else pool.stride
-    wanted = ((pool.kernel_size, 2), (step, 2), (pool.padding, 0), (pool.dilation, 1))
-    same = all(given in (value, (value, value)) for given, value in wanted)
-    return same and not pool.return_indices
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """All tensors in what a module was given or gave: nearly always a single one."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [t for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor)]
 
 
-def _forward_of(pool: nn.MaxPool2d) -> Any:
-    def forward(x: Any) -> Any:
-        if not _is_slow(x):
-            return nn.MaxPool2d.forward(pool, x)
-        return _Halved.apply(x)  # type: ignore[no-untyped-call]
-
-    return forward
+def spread_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A view `[B, ...]` of what all samples share, `[...]` or `[1, ...]`."""
+    one = tensor if tensor.shape[0] == 1 else tensor.unsqueeze(0)
+    return one.expand(rows, *one.shape[1:])
 
 
-def _is_slow(x: Any) -> bool:
-    """Whether it is a plain batch of images, channel by channel, of even sizes."""
-    return (
-        type(x) is torch.Tensor
-        and x.dim() == 4
-        and x.shape[2] % 2 == x.shape[3] % 2 == 0
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and x.is_contiguous()
-        and x.requires_grad
-    )
+def call_pattern(calls: Iterable[LayerCall], rows: int, *, spread: bool = False) -> tuple[Any, ...]:
+    """What a rule's validity depends on: one row or several, one call or several, their shapes."""
+    seen = []
+    for call in calls:
+        pair = call.given, call.shapes[0]
+        if spread:
+            one, other = (torch.Size(s[1:] if s[0] == 1 else s) for s in pair)
+            pair = torch.Size((rows, *one)), torch.Size((rows, *other))
+        seen.append(tuple((len(shape), _size_class(shape, rows)) for shape in pair))
+    return (rows == 1, len(seen) > 1, frozenset(seen)) if seen else ()
 
 
-class _Halved(torch.autograd.Function):
-    """`[B, C, H, W]` -> `[B, C, H / 2, W / 2]`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        left, right = x[..., ::2], x[..., 1::2]
-        wide = torch.maximum(left, right)
-        upper, lower = wide[:, :, ::2], wide[:, :, 1::2]
-        ctx.save_for_backward(right > left, lower > upper)
-        return torch.maximum(upper, lower)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        right, lower = ctx.saved_tensors
-        found = gradient.new_empty(*right.shape[:3], 2 * right.shape[3])
-        values = found[0].numel() if len(found) else 0
-        for start, stop in tiles(len(found), values, found.element_size(), CACHED):
-            some = slice(start, stop)
-            _spread(gradient[some], right[some], lower[some], found[some])
-        return found
+def _size_class(shape: Sequence[int], rows: int) -> int:
+    """How the first dimension counts the samples."""
+    if not shape:
+        return 3
+    size = shape[0]
+    return 0 if size == rows else 1 if size == 1 else 2 if rows and size % rows == 0 else 3
 
 
-def _spread(
-    gradient: torch.Tensor, right: torch.Tensor, lower: torch.Tensor, into: torch.Tensor
+def fill(
+    calls: Sequence[LayerCall],
+    target: torch.Tensor,
+    *,
+    callback: Callable[[LayerCall], None] | None = None,
+    retain: bool = False,
 ) -> None:
-    """Write each number where its pixel was found, and zeros beside it."""
-    wide = gradient.new_empty(right.shape)
-    torch.mul(gradient, lower, out=wide[:, :, 1::2])
-    torch.sub(gradient, wide[:, :, 1::2], out=wide[:, :, ::2])
-    torch.mul(wide, right, out=into[..., 1::2])
-    torch.sub(wide, into[..., 1::2], out=into[..., ::2])
+    """Run the backward pass from the summed target to the calls; no weight gradient is computed.
+
+    `callback` gets each call as soon as all its suffixes are there, while the pass goes on. `retain`
+    keeps the graph for another pass.
+    """
+    edges = [edge for call in calls for edge in call.edges]
+    if not edges:
+        return
+    if callback is None:
+        gradients = iter(
+            torch.autograd.grad(target.sum(), edges, allow_unused=True, retain_graph=retain)
+        )
+        for call in calls:
+            call.suffixes = [next(gradients) for _ in call.edges]
+        return
+    # Backpropagate only to the earliest recorded outputs; pre-hooks capture the rest.
+    ends = _earliest({edge.node for edge in edges})
+    last = []
+    with contextlib.ExitStack() as stack:
+        for call in calls:
+            call.suffixes = [None] * len(call.edges)
+            for index, edge in enumerate(call.edges):
+                if edge.node in ends:
+                    last.append((call, index))
+                else:
+                    hook = _suffix_hook(call, index, callback)
+                    stack.callback(edge.node.register_prehook(hook).remove)
+        edges = [call.edges[index] for call, index in last]
+        suffixes = torch.autograd.grad(target.sum(), edges, allow_unused=True)
+    for (call, index), suffix in zip(last, suffixes, strict=True):
+        call.suffixes[index] = suffix
+
+
+def _suffix_hook(call: LayerCall, index: int, callback: Callable[[LayerCall], None]) -> Any:
+    number = call.edges[index].output_nr
+
+    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        call.suffixes[index] = gradients[number]
+        if all(suffix is not None for suffix in call.suffixes):
+            callback(call)
+
+    return hook
+
+
+def _earliest(nodes: set[Any]) -> set[Any]:
+    """The nodes of a graph from which no other of them can be reached."""
+    reaches: dict[Any, bool] = {}
+    for root in nodes:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in reaches:
+                stack.pop()
+                continue
+            below = [child for child, _ in node.next_functions if child is not None]
+            waiting = [child for child in below if child not in reaches]
+            if waiting:
+                stack += waiting
+                continue
+            reaches[node] = any(child in nodes or reaches[child] for child in below)
+            stack.pop()
+    return {node for node in nodes if not reaches[node]}
+
+
+def _adding_hook(call: LayerCall, index: int) -> Any:
+    def hook(gradient: torch.Tensor) -> None:
+        before = call.suffixes[index]
+        call.differentiated |= gradient.requires_grad
+        # A second backward pass through the same graph adds up, as gradients do.
+        call.suffixes[index] = gradient if before is None else before + gradient
+
+    return hook
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,39 +293,43 @@ class Tracer:
         self,
         batch: Any,
         *,
-        soon: MadeSoon | None = None,
+        reducer: Reducer | None = None,
         light: Collection[nn.Module] = (),
         device: torch.device | None = None,
         within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Traced:
-        """The gradients of every unit for every sample of the batch, by rules that are proved.
+        """Compute the gradients of every unit for every sample of the batch, by proved rules.
 
-        What `soon` makes of its units is made as soon as the backward pass comes by, and their
-        factors are given back; the inputs of `light` modules are left to autograd meanwhile. A batch
-        whose layers are called as never before is proved first. Every pass has a copy of the batch on
-        the `device`, without one the batch itself. Passes that are not proofs run inside of the
-        context that `within` makes of what they are given.
+        The `reducer` gets its units' gradients during the backward pass, and their factors are freed;
+        the inputs of `light` modules are left to autograd meanwhile. A batch that calls layers in a
+        new way is proved first. Every pass has a copy of the batch on the `device`, without one the
+        batch itself. Passes that are not proofs run inside of the context `within(batch)`.
         """
-        own = batch if device is None else to_device(batch, device)
+
+        def batch_copy() -> Any:
+            return batch if device is None else to_device(batch, device)
+
+        own = batch_copy()
         try:
             with within(own):
-                return self._run(own, None, soon, light)
+                return self._run(own, None, reducer, light)
         except _Unproved as unproved:
             ran = unproved.ran
-        own = batch if device is None else to_device(batch, device)
-        rules = self._proved().prove(self, self.units, own, ran)
-        own = batch if device is None else to_device(batch, device)
+        assert self.proofs is not None
+        rules = self.proofs.prove(self, self.units, batch_copy(), ran)
+        own = batch_copy()
         with within(own):
-            return self._run(own, rules, soon, light)
+            return self._run(own, rules, reducer, light)
 
     def _run(
         self,
         batch: Any,
         rules: Rules | None,
-        soon: MadeSoon | None,
+        reducer: Reducer | None,
         light: Collection[nn.Module],
     ) -> Traced:
-        rows, proofs = batch_size(batch), self._proved()
+        rows, proofs = batch_size(batch), self.proofs
+        assert proofs is not None, "a tracer runs once its rules are proved"
         modules = [*watched([*self.units, *self.unused]), *proofs.modules]
         spread = proofs.spread(self.units)
         if rules is not None:
@@ -182,13 +344,13 @@ class Tracer:
         else:
             proofs.add(rules, by_module, rows)
         pieces: dict[LayerUnit, LayerGradients] = {}
-        if soon is None:
+        if reducer is None:
             fill(calls, target)
         else:
-            passing = DuringBackward(soon, by_module, measured, rules, proofs.forms, rows)
-            fill(calls, target, arrived=passing.arrived)
-            with torch.no_grad():
-                pieces |= passing.finished()
+            reduction = _Reduction(reducer, by_module, measured, rules, proofs.forms, rows)
+            fill(calls, target, callback=reduction.add_call)
+            pieces |= reduction.finish()
+        reduced = set(pieces)
         unused = [unit for unit in self.unused if unit not in self.aside]
         late = [unit for unit in unused if passed(unit, by_module)]
         if late:
@@ -198,42 +360,35 @@ class Tracer:
                 frozenset(unit.name for unit in unused),
                 fix="leave the layer out, or begin with a batch that uses it",
             )
-        again: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
+        rerun: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
         whole: dict[LayerUnit, LayerUnit] = {}
         with torch.no_grad():
             for unit in self.units:
                 rule = rules[unit]
-                if unit in pieces:
+                if unit in reduced:
                     continue
                 if rule is None:
                     pieces[unit] = no_gradients(unit, rows, target)
                 elif rule.rule in ("module", "one by one"):
-                    same = again.setdefault((rule.modules[0], rule.rule, rule.axis), {})
-                    same[rule] = unit
+                    rerun.setdefault((rule.modules[0], rule.rule, rule.axis), {})[rule] = unit
                 elif rule.rule == "whole":
                     whole[rule] = unit
                 else:
                     pieces[unit] = unit_gradients(rule, calls_of(rule, by_module), rows=rows)
-            for units in again.values():
+            for units in rerun.values():
                 own = calls_of(next(iter(units)), by_module)
-                found = module_gradients(list(units), own, rows=rows)
-                pieces |= {units[rule]: piece for rule, piece in found.items()}
+                dense = module_gradients(list(units), own, rows=rows)
+                pieces |= {units[rule]: piece for rule, piece in dense.items()}
         if whole:
-            found = whole_model_gradients(list(whole), self.measure, batch, rows=rows)
-            pieces |= {whole[rule]: piece for rule, piece in found.items()}
+            dense = whole_model_gradients(list(whole), self.measure, batch, rows=rows)
+            pieces |= {whole[rule]: piece for rule, piece in dense.items()}
         with torch.no_grad():
             for unit in self.units:
-                made, rule = soon is not None and unit in soon.units, rules[unit]
-                if made and rule is not None and rule.rule not in DENSE_RULES:
-                    continue
-                pieces[unit] = in_form(pieces[unit], proofs.forms[unit])
-                if made and soon is not None:
-                    pieces[unit] = soon.make(unit, pieces[unit], measured)
+                if unit not in reduced:
+                    pieces[unit] = in_form(pieces[unit], proofs.forms[unit])
+                    if reducer is not None and unit in reducer.units:
+                        pieces[unit] = reducer.reduce(unit, pieces[unit], measured)
         return Traced(measured, {unit: pieces[unit] for unit in self.units})
-
-    def _proved(self) -> RuleProofs:
-        assert self.proofs is not None, "a tracer runs once its rules are proved"
-        return self.proofs
 
     def forward(
         self,
@@ -246,10 +401,7 @@ class Tracer:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
         if spread is None:
             spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
-        with (
-            fast_pooling(self.model),
-            watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls,
-        ):
+        with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:
             measured, target = self.measure(batch)
         return measured, target, calls
 
@@ -280,8 +432,7 @@ class Tracer:
             outputs = self.task.outputs(self.model, batch)
         if outputs is None:
             raise CaptureError(
-                "the task has no output",
-                found=self.task.describe(),
+                f"{self.task.describe()} has no output",
                 fix="give the task outputs(model, batch) -> [B], or capture of='loss'",
             )
         _check_shape("outputs", outputs, rows)
@@ -310,12 +461,9 @@ def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
 def check_measured(what: str, values: torch.Tensor, rows: int) -> None:
     """Raise unless there is one value for each sample."""
     if not isinstance(values, torch.Tensor) or values.shape != (rows,):
-        found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        mean = isinstance(values, torch.Tensor) and values.dim() == 0
         raise CaptureError(
-            f"{what} must be one value per sample",
-            found=f"{'a single value' if mean else f'shape {found}'} for {rows} samples",
-            expected=f"shape ({rows},)",
+            f"{what} must be one value per sample, shape ({rows},)",
+            found=getattr(values, "shape", type(values).__name__),
             fix="compute the loss with reduction='none'; of sequences, sum over the tokens",
         )
 
@@ -329,58 +477,50 @@ def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
         )
 
 
-DENSE_RULES = ("module", "one by one", "whole")
-"""Ways that run the layer once more, some layers at a time."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Reducer:
+    """Replaces gradients of some units by something else during the backward pass."""
+
+    units: Collection[LayerUnit]
+    reduce: Callable[[LayerUnit, LayerGradients, Measured], LayerGradients]
 
 
-class MadeSoon(Protocol):
-    """What is made of some units' gradients while the backward pass goes on."""
-
-    @property
-    def units(self) -> Collection[LayerUnit]:
-        """Of which units."""
-
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
-        """What is kept of a unit's gradients, which are let go of afterwards."""
+def restore_gradients(
+    unit: LayerUnit, piece: LayerGradients, measured: Measured | None = None
+) -> LayerGradients:
+    """Multiply out factors; for a `Reducer`."""
+    if piece.form.storage == "dense":
+        return piece
+    return dense_gradients(unit.name, piece.form.parameters, piece.form.restore(piece.rows))
 
 
-@dataclass(frozen=True, slots=True)
-class DenseSoon:
-    """Makes whole gradients of factors."""
-
-    units: frozenset[LayerUnit]
-
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
-        """The same gradients, dense."""
-        del measured
-        if piece.form.storage == "dense":
-            return piece
-        return dense_gradients(unit.name, piece.form.parameters, piece.form.restore(piece.rows))
+def empty_gradients(piece: LayerGradients) -> LayerGradients:
+    """Return rows of no values: a reducer that adds gradients up elsewhere leaves nothing."""
+    values = piece.rows.example.new_empty(len(piece.rows), 0)
+    return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(values))
 
 
-class DuringBackward:
-    """Makes gradients of the units whose calls all have their suffixes.
+class _Reduction:
+    """Reduces each unit's gradients when all calls of its modules have their suffixes.
 
-    A unit waits until all calls of its modules were passed; modules that belong to several units
-    are let go when the last of those is done.
+    The calls of a module that belongs to several units are freed with the last of those.
     """
 
     def __init__(
         self,
-        soon: MadeSoon,
+        reducer: Reducer,
         calls: Mapping[nn.Module, list[LayerCall]],
         measured: Measured,
         rules: Rules,
         forms: Mapping[LayerUnit, AnyForm],
         rows: int,
     ) -> None:
-        self._soon, self._measured, self._rules, self._rows = soon, measured, rules, rows
-        self._forms = forms
+        self._reducer, self._measured, self._rules, self._rows = reducer, measured, rules, rows
+        self._forms, self._calls = forms, calls
         self._pieces: dict[LayerUnit, LayerGradients] = {}
-        self._calls = calls
         self._waiting: dict[nn.Module, set[LayerUnit]] = {}
         self._missing: dict[LayerUnit, int] = {}
-        for unit in soon.units:
+        for unit in reducer.units:
             rule = rules[unit]
             if rule is None or rule.rule in DENSE_RULES:
                 continue
@@ -389,29 +529,31 @@ class DuringBackward:
                 self._waiting.setdefault(module, set()).add(unit)
 
     @torch.no_grad()
-    def arrived(self, call: LayerCall) -> None:
-        """A call has its suffixes."""
+    def add_call(self, call: LayerCall) -> None:
+        """Take a call that has its suffixes."""
         for unit in list(self._waiting.get(call.module, ())):
             self._missing[unit] -= 1
             if self._missing[unit] == 0:
-                self._make(unit)
+                self._reduce(unit)
         if self._waiting.get(call.module):
-            call.keep_input()
+            call.unstash()
 
-    def finished(self) -> dict[LayerUnit, LayerGradients]:
-        """All that was made, when the pass is over: units that it ended at come last."""
+    @torch.no_grad()
+    def finish(self) -> dict[LayerUnit, LayerGradients]:
+        """Reduce the units that the pass ended at, and return all reduced gradients."""
         for unit in self._missing:
             if unit not in self._pieces:
-                self._make(unit)
+                self._reduce(unit)
         return self._pieces
 
-    def _make(self, unit: LayerUnit) -> None:
+    def _reduce(self, unit: LayerUnit) -> None:
         rule = self._rules[unit]
         assert rule is not None
-        made = unit_gradients(rule, calls_of(rule, self._calls), rows=self._rows)
-        self._pieces[unit] = self._soon.make(unit, in_form(made, self._forms[unit]), self._measured)
+        piece = unit_gradients(rule, calls_of(rule, self._calls), rows=self._rows)
+        piece = in_form(piece, self._forms[unit])
+        self._pieces[unit] = self._reducer.reduce(unit, piece, self._measured)
         for module in dict.fromkeys(rule.modules):
             self._waiting[module].discard(unit)
             if not self._waiting[module]:
                 for call in self._calls[module]:
-                    call.let_go()
+                    call.release()

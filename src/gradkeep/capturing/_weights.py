@@ -245,9 +245,8 @@ def _with_adapter(
     Raises where the adapter's modules, ranks, settings or base model are others than the model's.
     """
     adapter = _adapter_name(model, own, checkpoint=checkpoint)
-    wrong = None
     if isinstance(state, AdapterWeights):
-        wrong = _other_settings(model, adapter, state.settings)
+        _check_settings(model, adapter, state.settings, checkpoint)
     given = {key.removeprefix(_WRAPPER): value for key, value in state.items()}
     places = {
         _name_in_file(key, adapter): key
@@ -260,26 +259,19 @@ def _with_adapter(
     places |= {key: plain[key] for key in given.keys() - places.keys() if key in plain}
     unknown = sorted(given.keys() - places.keys())
     shapes = _other_shapes(own, places, given)
-    if wrong is None and (missing or unknown):
-        wrong = (
-            "another adapter than the model's",
-            f"missing {missing[:4]}, unknown {unknown[:4]}",
-            (
-                "give the model an adapter of the same kind and for the same modules (target_modules=, "
-                "modules_to_save=, use_dora=)"
-            ),
-        )
-    elif wrong is None and shapes:
-        wrong = (
-            "an adapter of another rank, or for a base model of another size",
-            f"other shapes {shapes[:4]}",
-            "give the model an adapter with r= as in the folder, on its base model",
-        )
-    if wrong is not None:
+    if missing or unknown:
         raise CaptureError(
-            f"checkpoint {checkpoint} is {wrong[0]}; nothing was loaded",
-            found=wrong[1],
-            fix=wrong[2],
+            f"checkpoint {checkpoint} is another adapter than the model's; nothing was loaded",
+            found=f"missing {missing[:4]}, unknown {unknown[:4]}",
+            fix="give the model an adapter of the same kind and for the same modules "
+            "(target_modules=, modules_to_save=, use_dora=)",
+        )
+    if shapes:
+        raise CaptureError(
+            f"checkpoint {checkpoint} is an adapter of another rank, or for a base model of another "
+            "size; nothing was loaded",
+            found=f"other shapes {shapes[:4]}",
+            fix="give the model an adapter with r= as in the folder, on its base model",
         )
     return {**own, **{place: given[key] for key, place in places.items() if key in given}}
 
@@ -314,27 +306,23 @@ def _name_in_file(key: str, adapter: str) -> str:
     return bare.removesuffix(".weight") if "lora_magnitude_vector" in bare else bare
 
 
-def _other_settings(
-    model: Any, adapter: str, given: Mapping[str, Any]
-) -> tuple[str, str, str] | None:
-    """How a folder's settings contradict those of the model's adapter: what, found, fix."""
+def _check_settings(model: Any, adapter: str, given: Mapping[str, Any], checkpoint: str) -> None:
+    """Raise if a folder's settings contradict those of the model's adapter."""
     known = getattr(model, "peft_config", None)
     own = known.get(adapter) if isinstance(known, Mapping) else None
     if own is None or not given:
-        return None
+        return
     base, wanted = given.get("base_model_name_or_path"), own.base_model_name_or_path
     kind = (given.get("auto_mapping") or {}).get("base_model_class")
     base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = {parent.__name__ for parent in type(base_model).__mro__}
     names = [os.path.basename(str(name).rstrip("/")) for name in (base, wanted)]
     if (base and wanted and names[0] != names[1]) or (kind and kind not in kinds):
-        return (
-            "an adapter of another base model",
-            f"one for {base or kind}, not for {wanted or type(base_model).__name__}",
-            (
-                "load the base model that it was trained on; if that has only moved, say so under "
-                "base_model_name_or_path in adapter_config.json"
-            ),
+        raise CaptureError(
+            f"checkpoint {checkpoint} is an adapter of another base model; nothing was loaded",
+            found=f"one for {base or kind}, not for {wanted or type(base_model).__name__}",
+            fix="load the base model that it was trained on; if that has only moved, say so under "
+            "base_model_name_or_path in adapter_config.json",
         )
     values = {name: getattr(own, name) for name in _SETTINGS if hasattr(own, name)}
     values = {name: getattr(value, "value", value) for name, value in values.items()}
@@ -343,10 +331,12 @@ def _other_settings(
         for name, value in values.items()
         if name in given and given[name] != value
     ]
-    if not other:
-        return None
-    fix = "make the adapter with the settings in adapter_config.json"
-    return "an adapter with other settings", "; ".join(other), fix
+    if other:
+        raise CaptureError(
+            f"checkpoint {checkpoint} is an adapter with other settings; nothing was loaded",
+            found="; ".join(other),
+            fix="make the adapter with the settings in adapter_config.json",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""`gradkeep datamodels init`, `status`, `export`, `work` and `run`: sets of models and their training."""
+"""`gradkeep datamodels init`, `status`, `export`, `work` and `run`: train sets of models."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ if TYPE_CHECKING:
     from gradkeep.store import RowState, Store
 
 NameOption = Annotated[
-    str | None, typer.Option("--name", help="Which models, if the store has several sets.")
+    str | None, typer.Option("--name", help="Set of models, if the store has several.")
 ]
 AttemptsOption = Annotated[
-    int, typer.Option("--attempts", min=1, max=MAX_COUNT, help="How often a model is tried.")
+    int, typer.Option("--attempts", min=1, max=MAX_COUNT, help="Attempts per model.")
 ]
-MainOption = Annotated[
-    str, typer.Option("--main", help="The module with main(*_, index, logdir), dotted.")
-]
+MainOption = Annotated[str, typer.Option("--main", help="Module with main(*_, index, logdir).")]
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
@@ -49,7 +47,7 @@ TimeoutOption = Annotated[
         min=0,
         max=MAX_SECONDS,
         callback=finite,
-        help="Seconds that one model may take.",
+        help="Time limit per model in seconds.",
     ),
 ]
 LeaseOption = Annotated[
@@ -59,21 +57,21 @@ LeaseOption = Annotated[
         min=0,
         max=MAX_SECONDS,
         callback=finite,
-        help="Seconds without a sign of life until others take over.",
+        help="Lease timeout in seconds.",
     ),
 ]
 RetryOption = Annotated[
-    bool, typer.Option("--retry-failed", help="Try again what failed as often as it may.")
+    bool, typer.Option("--retry-failed", help="Retry models that failed before.")
 ]
 PassedArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="What main finds in sys.argv.")
+    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="sys.argv of main.")
 ]
 
 
 def init(
     store: StoreArgument,
     spec: Annotated[
-        Path | None, typer.Option("--spec", help="JSON: num_models, and schema by name.")
+        Path | None, typer.Option("--spec", help="JSON file: num_models and schema.")
     ] = None,
     source: Annotated[
         Path | None,
@@ -86,19 +84,19 @@ def init(
             min=0,
             max=1,
             callback=finite,
-            help="Which share, of published data with several.",
+            help="Subset share, if the data has several.",
         ),
     ] = None,
     grow: Annotated[
         int | None,
-        typer.Option("--grow", min=1, max=MAX_COUNT, help="Make room for so many models in all."),
+        typer.Option("--grow", min=1, max=MAX_COUNT, help="Extend the set to this many models."),
     ] = None,
     name: NameOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Begin a set of models: by a spec, from arrays that exist, or by adding to one.
+    """Create a set of models from a spec or from existing arrays, or extend one.
 
-    What is done is never touched: beginning again or with another spec is refused.
+    Finished models are never changed: an existing set is not created again.
     """
     import gradkeep.store as stores
     from gradkeep.compat import datamodels as layouts
@@ -106,9 +104,7 @@ def init(
     from gradkeep.datamodels.study._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
-        raise DatamodelsError(
-            "say one of --spec, --from and --grow", fix="for example --spec spec.json"
-        )
+        raise DatamodelsError("pass one of --spec, --from, --grow", fix="--spec spec.json")
     if spec is not None:
         input_file(spec, error=DatamodelsError)
     if source is not None:
@@ -133,7 +129,7 @@ def init(
         print_json({"store": store, "num_models": rows.num_rows, "imported": imported})
         return
     done = f", {imported} of them imported" if imported else ""
-    print(f"{store}: room for {rows.num_rows} models{done}")
+    print(f"{store}: {rows.num_rows} models{done}")
 
 
 def status(
@@ -141,29 +137,29 @@ def status(
     name: NameOption = None,
     attempts: AttemptsOption = 3,
     errors: Annotated[
-        int, typer.Option("--errors", min=0, max=MAX_COUNT, help="How many failures to show.")
+        int, typer.Option("--errors", min=0, max=MAX_COUNT, help="Failures to show.")
     ] = 5,
     json: JsonOption = False,
 ) -> None:
-    """Show how many models are done, running and failed, why, and how long the rest will take."""
+    """Show finished, running and failed models, the reasons of failures, and the remaining time."""
     from gradkeep.datamodels.study import _contract as study
 
-    found = study.status(open_models(store), name=name, max_attempts=attempts)
+    status = study.status(open_models(store), name=name, max_attempts=attempts)
     if json:
         counts = ("total", "done", "failed", "leased", "pending", "rate", "eta")
-        fields = {name: getattr(found.progress, name) for name in counts}
-        failures = [_failure(state, state=state.state) for state in found.troubled]
-        print_json({**fields, "spec": found.spec.to_fields(), "failures": failures})
+        fields = {name: getattr(status.progress, name) for name in counts}
+        failures = [_failure(state, state=state.state) for state in status.troubled]
+        print_json({**fields, "spec": status.spec.to_fields(), "failures": failures})
         return
-    for field in found.spec.fields:
+    for field in status.spec.fields:
         print(f"{field.name}  {field.dtype.name} {list(field.shape)}")
-    print(found.progress)
-    for state in found.troubled[:errors]:
+    print(status.progress)
+    for state in status.troubled[:errors]:
         last = (state.error or "").strip().splitlines() or [""]
         print(f"model {state.row}  {state.state} after {state.attempts} failed attempts")
         print("".join(f"    {line}\n" for line in last[-6:]), end="")
-    if len(found.troubled) > errors:
-        print(f"... and {len(found.troubled) - errors} more; --errors shows them")
+    if len(status.troubled) > errors:
+        print(f"... and {len(status.troubled) - errors} more; --errors shows them")
 
 
 def export(
@@ -172,7 +168,7 @@ def export(
     name: NameOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the models that are done as .npy arrays with `_completed.npy`, as other tools read them."""
+    """Export finished models as .npy arrays with `_completed.npy`."""
     from gradkeep.compat import datamodels as layouts
 
     output_folder(folder, error=DatamodelsError)
@@ -194,9 +190,9 @@ def work(
     retry_failed: RetryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Be one worker: train models until none is left. Start as many as you like, anywhere.
+    """Run one worker that trains models until none is left; start any number of them.
 
-    Interrupt it at any moment: it finishes or gives back what it began. Exit code 3 if models failed.
+    An interrupted worker releases its model. Exit code 3 if models failed.
     """
     limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
     _run(store, main, arguments, name, limits, {"workers": 1}, retry=retry_failed, as_json=json)
@@ -209,7 +205,7 @@ def run(
     name: NameOption = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=0, max=100_000, help="How many; by default one per core."),
+        typer.Option("--workers", min=0, max=100_000, help="Processes; default: one per core."),
     ] = None,
     engine: EngineOption = "local",
     address: AddressOption = None,
@@ -221,10 +217,9 @@ def run(
     retry_failed: RetryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train all models that are not done, with many workers here or on a cluster.
+    """Train all unfinished models, with workers on this machine or on a cluster.
 
-    Interrupt it at any moment and run it again: what is done stays done. Exit code 3 if models
-    failed.
+    An interrupted run resumes. Exit code 3 if models failed.
     """
     place = WorkerOptions(workers, engine, address, cluster, parameter).arguments()
     limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
@@ -250,18 +245,18 @@ def _run(
     if retry:
         study.models_of(opened, name).retry()
     passed = [main, *(arguments or [])]
-    # The current directory is searched for modules, as `python -m` does.
-    with importing_from(""), progress("training", "models") as told:
+    # Modules of the current directory can be imported, as with `python -m`.
+    with importing_from(""), progress("training", "models") as update:
 
-        def tell(seen: Progress) -> None:
-            told(seen.done, seen.total)
+        def report(state: Progress) -> None:
+            update(state.done, state.total)
 
         outcome = study.work(
             opened,
             main,
             name=name,
             arguments=passed,
-            progress=tell,
+            progress=report,
             aliases=OLD_NAME,
             **limits,
             **place,
@@ -272,7 +267,7 @@ def _run(
 
 
 def open_models(store: str) -> Store:
-    """Open a store of models; of a folder of .npy arrays, name the command that imports it."""
+    """Open a store; the error about a folder of .npy arrays names the command that imports it."""
     import gradkeep.store as stores
 
     try:
@@ -281,10 +276,10 @@ def open_models(store: str) -> Store:
         if not (Path(store) / "_completed.npy").is_file():
             raise
         raise DatamodelsError(
-            "this is a folder of .npy arrays, as initialize_store makes it, and not a store",
+            "this is a folder of .npy arrays of initialize_store, not a store",
             path=store,
             found=error.found,
-            fix=f"gradkeep datamodels init {store}-store --from {store}; or go on with "
+            fix=f"gradkeep datamodels init {store}-store --from {store}; or train with "
             "`python -m gradkeep.compat.datamodels.training.worker`",
         ) from None
 
@@ -297,13 +292,11 @@ def _report(outcome: Outcome, *, as_json: bool) -> None:
         return
     print(outcome.progress)
     for item in outcome.failures[:5]:
-        lines = item.error.strip().splitlines() or ["nothing is known"]
+        lines = item.error.strip().splitlines() or ["unknown reason"]
         reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         print(f"model {item.row} failed {item.attempts} times: {reason}", file=sys.stderr)
     if outcome.failures:
-        print(
-            "`gradkeep datamodels status` shows more; --retry-failed tries again", file=sys.stderr
-        )
+        print("`gradkeep datamodels status` shows more; --retry-failed retries", file=sys.stderr)
 
 
 def _failure(of: Failure | RowState, **more: Any) -> dict[str, Any]:

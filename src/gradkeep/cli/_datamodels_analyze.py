@@ -1,4 +1,4 @@
-"""`gradkeep datamodels fit` and `analyze`: from trained models to what the data did."""
+"""`gradkeep datamodels fit` and `analyze`: fit datamodels and analyze them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._arguments import shown, whole_numbers
-from gradkeep.cli._datamodels import (
-    NameOption,
-    open_models,
-)
+from gradkeep.cli._datamodels import NameOption, open_models
 from gradkeep.cli._files import MAX_COUNT, MAX_WORKERS, input_file, input_text
-from gradkeep.cli._imports import import_object
+from gradkeep.cli._imports import load_object
 from gradkeep.cli._options import JsonOption, StoreArgument, print_json
 from gradkeep.errors import DatamodelsError
 
@@ -26,21 +23,21 @@ if TYPE_CHECKING:
     from gradkeep.datamodels import Datamodels, Study, VerifiedRemovals
     from gradkeep.store import Store
 
-MasksOption = Annotated[str, typer.Option("--masks", help="The array of masks.")]
+MasksOption = Annotated[str, typer.Option("--masks", help="Array of masks.")]
 OutputOption = Annotated[
-    str | None, typer.Option("--output", help="The array of outputs, if there are several.")
+    str | None, typer.Option("--output", help="Array of outputs, if there are several.")
 ]
 _TRAINED = ("memorisation", "curve", "values")
 _FITTED = (
     *("top", "support", "removal", "leakage", "duplicates", "neighbours", "components"),
     *("clusters", "groups", "compare", "verify"),
 )
-_EVERY = ", ".join((*_FITTED, *_TRAINED))
+_ANALYSES = ", ".join((*_FITTED, *_TRAINED))
 
 
 def fit(
     store: StoreArgument,
-    save: Annotated[str, typer.Option("--save", help="The name of the fit in the store.")],
+    save: Annotated[str, typer.Option("--save", help="Name of the fit in the store.")],
     name: NameOption = None,
     masks: MasksOption = "masks",
     output: OutputOption = None,
@@ -48,33 +45,33 @@ def fit(
         str | None,
         typer.Option(
             "--penalty",
-            help="l1, elastic, ridge or means; by default l1, with few models ridge.",
+            help="l1, elastic, ridge or means; default: l1, or ridge for few models.",
             show_default=False,
         ),
     ] = None,
     lambdas: Annotated[
-        int, typer.Option("--lambdas", min=1, max=10_000, help="How many to try.")
+        int, typer.Option("--lambdas", min=1, max=10_000, help="Penalties to try.")
     ] = 20,
     folds: Annotated[
         int | None,
-        typer.Option("--folds", min=2, max=MAX_COUNT, help="Leave out all models in turn."),
+        typer.Option("--folds", min=2, max=MAX_COUNT, help="Cross-validation folds."),
     ] = None,
     memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help="Bytes to stay within, such as 4GiB.")
+        str | None, typer.Option("--memory-budget", help="For example 4GiB.")
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Which models are left out.")
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the held-out split.")
     ] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Fit how each output depends on which training examples a model saw, from the models done."""
+    """Fit each output as a function of the training subset, from the finished models."""
     from gradkeep import datamodels
     from gradkeep._display import progress
 
     opened = open_models(store)
     subsets, outputs = _trained_data(opened, name, masks, output)
-    with progress("fit", "penalties") as told:
-        found = datamodels.fit(
+    with progress("fit", "penalties") as update:
+        result = datamodels.fit(
             subsets,
             outputs,
             penalty=penalty,
@@ -82,29 +79,29 @@ def fit(
             folds=folds,
             memory_budget=memory_budget,
             seed=seed,
-            progress=told,
+            progress=update,
         )
-    found.save(opened, save)
-    held = found.held_out
-    if json:
-        fields = {
-            "fit": save,
-            "models": found.num_models,
-            "examples": found.weights.shape[0],
-            "targets": found.weights.shape[1],
-            "gap": float(found.gap.max()),
-            "held_out": None if held is None else _plain(held),
-            "unfinished": list(found.unfinished),
-        }
-        print_json(fields)
+    result.save(opened, save)
+    if not json:
+        print(result)
         return
-    print(found)
+    print_json(
+        {
+            "fit": save,
+            "models": result.num_models,
+            "examples": result.weights.shape[0],
+            "targets": result.weights.shape[1],
+            "gap": float(result.gap.max()),
+            "held_out": result.held_out,
+            "unfinished": result.unfinished,
+        }
+    )
 
 
 def _trained_data(
     opened: Store, name: str | None, masks: str, output: str | None
 ) -> tuple[Any, Any]:
-    """The masks `[m, n]` and outputs `[m, t]` of the models that are done."""
+    """Read the masks `[m, n]` and outputs `[m, t]` of the finished models."""
     import numpy as np
 
     from gradkeep.datamodels.study._contract import models_of
@@ -119,107 +116,105 @@ def _trained_data(
     chosen = others[0] if output is None and len(others) == 1 else output
     if masks not in names or chosen not in names:
         raise DatamodelsError(
-            "which arrays hold masks and outputs?",
+            "cannot choose the arrays of masks and outputs",
             path=rows.path,
-            found=f"--masks {masks}, --output {chosen}",
-            expected=", ".join(names),
+            found=", ".join(names),
+            fix="name them with --masks and --output",
         )
     done = rows.done()
     if len(done) == 0:
-        raise DatamodelsError("no model is done yet", path=rows.path, fix="gradkeep datamodels run")
-    found = rows.read(done, [masks, chosen])
-    return found[masks], np.asarray(found[chosen], np.float32).reshape(len(done), -1)
+        raise DatamodelsError("no model is finished", path=rows.path, fix="gradkeep datamodels run")
+    arrays = rows.read(done, [masks, chosen])
+    return arrays[masks], np.asarray(arrays[chosen], np.float32).reshape(len(done), -1)
 
 
 def analyze(
     store: StoreArgument,
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {_EVERY}.")],
-    fit: Annotated[str | None, typer.Option("--fit", help="The name of a saved fit.")] = None,
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {_ANALYSES}.")],
+    fit: Annotated[str | None, typer.Option("--fit", help="Name of a saved fit.")] = None,
     count: Annotated[
-        int, typer.Option("--count", min=1, max=MAX_COUNT, help="How many to show of each.")
+        int, typer.Option("--count", min=1, max=MAX_COUNT, help="Examples to show of each.")
     ] = 10,
     targets: Annotated[
-        str | None, typer.Option("--targets", help="Of top and verify: which, such as 0,3,7.")
+        str | None, typer.Option("--targets", help="For top and verify: targets such as 0,3,7.")
     ] = None,
     remove: Annotated[
         list[str] | None,
         typer.Option(
             "--remove",
-            help="Of removal and verify: examples to leave out, such as 0,4; repeatable.",
+            help="For removal and verify: examples to remove, 0,4; repeatable.",
         ),
     ] = None,
     groups: Annotated[
         str | None,
         typer.Option(
-            "--groups", help="Of groups: each example's, FILE.npy, FILE.npz:NAME or lines of text."
+            "--groups", help="For groups: FILE.npy, FILE.npz:NAME or a text file of labels."
         ),
     ] = None,
     target_groups: Annotated[
-        str | None, typer.Option("--target-groups", help="Of groups: the same for targets.")
+        str | None, typer.Option("--target-groups", help="For groups: the same for targets.")
     ] = None,
-    other: Annotated[
-        str | None, typer.Option("--with", help="Of compare: the name of the other fit.")
-    ] = None,
+    other: Annotated[str | None, typer.Option("--with", help="For compare: the other fit.")] = None,
     other_store: Annotated[
-        Path | None, typer.Option("--with-store", help="Of compare: where that is, if elsewhere.")
+        Path | None, typer.Option("--with-store", help="For compare: its store, if another.")
     ] = None,
     study: Annotated[
         str | None,
-        typer.Option("--study", help="Of verify: module:name of a Study, or of what makes it."),
+        typer.Option("--study", help="For verify: module:name of a Study or its factory."),
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option("--repeats", min=1, max=MAX_COUNT, help="Of verify: trainings of each set."),
+        typer.Option("--repeats", min=1, max=MAX_COUNT, help="For verify: trainings per set."),
     ] = 1,
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=0, max=MAX_WORKERS, help="Of verify: by default one per core."
+            "--workers", min=0, max=MAX_WORKERS, help="For verify; default: one per core."
         ),
     ] = None,
     sizes: Annotated[
-        str | None, typer.Option("--sizes", help="Of curve: numbers of models, such as 100,400.")
+        str | None, typer.Option("--sizes", help="For curve: numbers of models, 100,400.")
     ] = None,
     name: NameOption = None,
     masks: MasksOption = "masks",
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Ask a fit, or the trained models themselves, what the data did."""
+    """Analyze a fit or the trained models."""
     import gradkeep.store as stores
     from gradkeep import datamodels
 
     if what not in (*_FITTED, *_TRAINED):
-        raise DatamodelsError("there is no such analysis", found=what, expected=_EVERY)
+        raise DatamodelsError("unknown analysis", found=what, expected=_ANALYSES)
     opened = open_models(store)
     chosen = None if targets is None else _numbers("targets", targets)
-    asked: dict[str, Callable[[], Any]]
+    analyses: dict[str, Callable[[], Any]]
     if what in _TRAINED:
         subsets, outputs = _trained_data(opened, name, masks, output)
-        asked = {
+        analyses = {
             "memorisation": lambda: datamodels.memorisation(subsets, outputs),
             "curve": lambda: datamodels.learning_curve(subsets, outputs, _numbers("sizes", sizes)),
             "values": lambda: datamodels.values(subsets, outputs.mean(axis=1)),
         }
     else:
-        found = _loaded(opened, fit)
-        asked = {
-            "top": lambda: datamodels.top(found, count, targets=chosen),
-            "support": lambda: datamodels.data_support(found),
-            "removal": lambda: datamodels.counterfactual(found, _one_set(remove)),
-            "leakage": lambda: datamodels.leakage(found),
-            "duplicates": lambda: datamodels.near_duplicates(found),
-            "neighbours": lambda: datamodels.neighbours(found, count),
-            "components": lambda: datamodels.components(found, count),
-            "clusters": lambda: datamodels.clusters(found, count),
+        datamodel = _load_fit(opened, fit)
+        analyses = {
+            "top": lambda: datamodels.top(datamodel, count, targets=chosen),
+            "support": lambda: datamodels.data_support(datamodel),
+            "removal": lambda: datamodels.counterfactual(datamodel, _one_set(remove)),
+            "leakage": lambda: datamodels.leakage(datamodel),
+            "duplicates": lambda: datamodels.near_duplicates(datamodel),
+            "neighbours": lambda: datamodels.neighbours(datamodel, count),
+            "components": lambda: datamodels.components(datamodel, count),
+            "clusters": lambda: datamodels.clusters(datamodel, count),
             "groups": lambda: datamodels.by_group(
-                found,
+                datamodel,
                 _labels_of("groups", groups),
                 target_groups=target_groups and _labels_of("target-groups", target_groups),
             ),
             "compare": lambda: datamodels.compare(
-                found,
-                _loaded(
+                datamodel,
+                _load_fit(
                     stores.open(other_store, create=False) if other_store else opened,
                     other,
                     option="--with",
@@ -227,12 +222,12 @@ def analyze(
                 count,
             ),
             "verify": lambda: _verified(
-                found, study, remove, count, chosen, output, repeats=repeats, workers=workers
+                datamodel, study, remove, count, chosen, output, repeats=repeats, workers=workers
             ),
         }
-    answer = asked[what]()
+    answer = analyses[what]()
     if json:
-        print_json(_plain(answer))
+        print_json(answer)
     else:
         _show(answer)
 
@@ -246,10 +241,10 @@ def _verified(
     output: str | None,
     **options: Any,
 ) -> VerifiedRemovals:
-    """Trainings without the sets that were given, or the top examples of each target, and a control."""
+    """Train without the given sets, or without the top examples of each target, and a control."""
     from gradkeep import datamodels
 
-    study = _study_of(where)
+    study = _load_study(where)
     if remove:
         sets: list[Any] = [_numbers("remove", one) for one in remove]
     else:
@@ -258,48 +253,36 @@ def _verified(
     return study.verify_removals(found, sets, output=output, control=True, **options)
 
 
-def _loaded(opened: Store, name: str | None, *, option: str = "--fit") -> Datamodels:
+def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Datamodels:
     from gradkeep import datamodels
 
     if name is None:
         raise DatamodelsError(
-            "which fit?",
-            expected=" or ".join(key.name for key in opened.scores()) or "none is saved yet",
-            fix=f"{option} NAME, as `gradkeep datamodels fit STORE --save NAME` called it",
+            f"{option} is needed, the name of a saved fit",
+            found=", ".join(key.name for key in opened.scores()) or "no saved fit",
+            fix="gradkeep datamodels fit STORE --save NAME",
         )
     return datamodels.load(opened, name)
 
 
 def _one_set(remove: list[str] | None) -> list[int]:
     if remove is None or len(remove) != 1:
-        raise DatamodelsError("removal takes one --remove", found=remove, expected="such as 0,3,7")
+        raise DatamodelsError("removal needs one --remove", found=remove, fix="--remove 0,3,7")
     return _numbers("remove", remove[0])
 
 
 def _numbers(what: str, given: str | None) -> list[int]:
     try:
         numbers = [int(word) for word in (given or "").split(",")]
-        found: list[int] = whole_numbers(what, numbers, error=DatamodelsError).tolist()
     except ValueError:
         raise DatamodelsError(
-            f"--{what} is wrong", found=shown(given), expected="whole numbers, such as 0,3,7"
+            f"--{what} must be whole numbers", found=shown(given), fix=f"--{what} 0,3,7"
         ) from None
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """The values of a record of arrays, as lists and numbers."""
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+    return list(whole_numbers(what, numbers, error=DatamodelsError).tolist())
 
 
 def _show(answer: Any) -> None:
-    """Print an answer: records of arrays field by field, some in words of their own."""
+    """Print an answer: most field by field, some in a format of their own."""
     from gradkeep.datamodels import Groups, TopExamples, VerifiedRemovals
 
     if isinstance(answer, VerifiedRemovals):
@@ -345,12 +328,12 @@ def _show_fields(answer: Any, indent: str = "") -> None:
 
 
 def _labels_of(option: str, source: str | None) -> Any:
-    """One label each `[n]`: of an .npy file, an array of an .npz file, or lines of text."""
+    """Read one label each `[n]` from an .npy file, an array of an .npz file, or lines of text."""
     import numpy as np
 
     if source is None:
         raise DatamodelsError(
-            f"--{option} is missing", expected="FILE.npy, FILE.npz:NAME, or a file of lines"
+            f"--{option} is needed: FILE.npy, FILE.npz:NAME or a text file of labels"
         )
     file, name = source, ""
     if ".npz:" in source and not os.path.exists(source):
@@ -370,27 +353,23 @@ def _labels_of(option: str, source: str | None) -> Any:
         return next(iter(arrays.values()))
     if name not in arrays:
         raise DatamodelsError(
-            "which array holds the groups?",
+            "the file has several arrays" if not name else f"the file has no array {name!r}",
             path=file,
-            found=name or None,
-            expected=", ".join(arrays),
+            found=", ".join(arrays),
             fix=f"--{option} {file}:NAME",
         )
     return arrays[name]
 
 
-def _study_of(where: str | None) -> Study:
-    """The study that `module:name` is or makes, also in modules of this folder."""
+def _load_study(where: str | None) -> Study:
+    """Load the study `module:name`, or the one that this function returns."""
     from gradkeep.datamodels import Study
 
     if where is None:
         raise DatamodelsError(
-            "which study trained these models? To train again, its data and training are needed",
-            expected="--study module:name, a Study or a function that returns it",
+            "training needs --study module:name, a Study or a function that returns one"
         )
-    found: Any = import_object(where, "", error=DatamodelsError)  # "": as `python -m` does
-    if callable(found) and not isinstance(found, type):
-        found = found()
-    if not isinstance(found, Study):
-        raise DatamodelsError("--study names no study", path=where, found=type(found).__name__)
-    return found
+    study = load_object(where, Study, error=DatamodelsError)
+    if not isinstance(study, Study):
+        raise DatamodelsError("--study is not a Study", path=where, found=type(study).__name__)
+    return study

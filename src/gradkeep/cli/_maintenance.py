@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._display import format_size, progress
+from gradkeep._display import (
+    describe_rows,
+    describe_state,
+    format_ratio,
+    format_size,
+    progress,
+)
 from gradkeep.cli._files import MAX_COUNT, input_folder
 from gradkeep.cli._options import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StoreError
@@ -17,36 +23,38 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from gradkeep.store import BlockKey, Verdict
-    from gradkeep.store.catalog._info import RowSetInfo, StoreInfo
-    from gradkeep.store.catalog._scan import BlockFacts, LayerFacts
-    from gradkeep.store.catalog._sql import SqlResult
+    from gradkeep.store.catalog._info import StoreInfo
+    from gradkeep.store.catalog._scan import BlockFacts
 
 
 def info(store: StoreArgument, json: JsonOption = False) -> None:
-    """Show what a store holds: runs, checkpoints, captures, layers, rows, bytes, ratio to dense.
+    """Show the contents of a store: runs, checkpoints, captures, layers, rows and sizes.
 
-    Sizes are those of the newest version; dense is what float32 gradients of the same layers and
-    rows would take.
+    Sizes are those of the newest version; "dense" is the size of float32 gradients of the same layers
+    and rows.
     """
     import gradkeep.store as stores
 
-    found = stores.open(store, create=False).info()
+    contents = stores.open(store, create=False).info()
     if json:
-        print_json(found.to_fields())
+        print_json(contents.to_fields())
         return
     from rich.console import Console
 
-    # Off a terminal nothing is wrapped or cut: a line stays a line for grep.
+    # Not on a terminal: no wrapping, so that grep sees whole lines.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
-    console.print(_tree(found), soft_wrap=True)
+    console.print(_tree(contents), soft_wrap=True)
 
 
-def _tree(found: StoreInfo) -> Tree:
+def _tree(info: StoreInfo) -> Tree:
     from rich.markup import escape
     from rich.tree import Tree
 
-    tree = Tree(escape(_title(found)), guide_style="dim")
-    for run in found.runs:
+    title = info.title
+    if info.ratio is not None:
+        title += f" ({format_size(info.dense_bytes)} dense, {format_ratio(info.ratio)} smaller)"
+    tree = Tree(escape(title), guide_style="dim")
+    for run in info.runs:
         problem = None if run.record is None else run.record.problem
         branch = tree.add(escape(f"run {run.name}") + _problem(problem))
         for checkpoint in run.checkpoints:
@@ -57,26 +65,17 @@ def _tree(found: StoreInfo) -> Tree:
             for capture in checkpoint.captures:
                 address = capture.address
                 _add_block(twig, f"{address.split}/{address.name}", capture)
-    for block in found.scores:
+    for block in info.scores:
         _add_block(tree, f"scores {block.address.name}", block)
-    for row_set in found.row_sets:
-        _add_block(tree, f"rows {row_set.facts.address.name}", row_set.facts, _counts(row_set))
+    for row_set in info.row_sets:
+        states = ("done", "leased", "failed", "pending")
+        counts = ", ".join(f"{getattr(row_set, state)} {state}" for state in states)
+        _add_block(tree, f"rows {row_set.facts.address.name}", row_set.facts, counts)
     return tree
-
-
-def _title(found: StoreInfo) -> str:
-    from gradkeep._display import format_ratio, format_size
-
-    if found.ratio is None:
-        return found.title
-    dense = f"{format_size(found.dense_bytes)} dense"
-    return f"{found.title} ({dense}, {format_ratio(found.ratio)} smaller)"
 
 
 def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = None) -> None:
     from rich.markup import escape
-
-    from gradkeep._display import describe_rows, describe_state, format_ratio, format_size
 
     parts = [
         name,
@@ -88,22 +87,10 @@ def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = No
     parts.append(describe_state(block))
     branch = tree.add(escape("  ".join(parts)) + _problem(block.problem))
     for layer in block.layers:
-        branch.add(escape(_layer(layer)))
-
-
-def _layer(layer: LayerFacts) -> str:
-    from gradkeep._display import format_ratio, format_size
-
-    ratio = layer.dense_row_bytes / layer.row_bytes if layer.row_bytes else None
-    sizes = f"{format_size(layer.row_bytes)} of {format_size(layer.dense_row_bytes)} per row"
-    return (
-        f"{layer.name}  {layer.type}  {layer.parameters} parameters  {sizes}  {format_ratio(ratio)}"
-    )
-
-
-def _counts(row_set: RowSetInfo) -> str:
-    states = ("done", "leased", "failed", "pending")
-    return ", ".join(f"{getattr(row_set, state)} {state}" for state in states)
+        ratio = layer.dense_row_bytes / layer.row_bytes if layer.row_bytes else None
+        sizes = f"{format_size(layer.row_bytes)} of {format_size(layer.dense_row_bytes)} per row"
+        facts = f"{layer.type}  {layer.parameters} parameters  {sizes}  {format_ratio(ratio)}"
+        branch.add(escape(f"{layer.name}  {facts}"))
 
 
 def _problem(problem: str | None) -> str:
@@ -114,11 +101,13 @@ def _problem(problem: str | None) -> str:
 
 def sql(
     store: StoreArgument,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="One reading SQL statement.")],
+    query: Annotated[
+        str, typer.Argument(metavar="QUERY", help="One SELECT or DESCRIBE statement.")
+    ],
     json: JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV; NULL is an empty cell.")] = False,
 ) -> None:
-    """Ask a store in SQL, offline and reading only.
+    """Query a store in SQL, offline and read-only.
 
     Tables: samples (a row per sample: run, checkpoint, split, capture, id, all scalars), captures,
     scores, runs, checkpoints. "DESCRIBE samples" lists columns.
@@ -131,17 +120,13 @@ def sql(
     if json:
         print_json({"columns": result.columns, "rows": result.rows()})
     elif csv:
-        _print_csv(result)
+        from csv import writer
+
+        table = writer(sys.stdout, lineterminator="\n")
+        table.writerow(result.columns)
+        table.writerows(result.rows())
     else:
         print(result.text())
-
-
-def _print_csv(result: SqlResult) -> None:
-    import csv
-
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(result.columns)
-    writer.writerows(result.rows())
 
 
 def verify(
@@ -150,7 +135,7 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Move damaged files to the store's quarantine and remove unfinished writes.",
+            help="Move damaged files to quarantine and remove unfinished writes.",
         ),
     ] = False,
     sample: Annotated[
@@ -159,15 +144,15 @@ def verify(
             "--sample",
             min=1,
             max=MAX_COUNT,
-            help="Read only so many files of rows, drawn anew each time; all documents are checked.",
+            help="Verify a random sample of this many segments; all documents are verified.",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Read every file of a store and compare it with its checksums.
+    """Verify the checksums of every file of a store.
 
-    Exits with 0 if the store is healthy, and with 1 after naming each damaged file and tensor.
-    With --repair, running the work again afterwards recreates exactly what was moved aside.
+    Exit code 0 if the store is healthy, 1 if there is damage; damaged files and tensors are listed.
+    After --repair, run the capture again to recreate what was moved to quarantine.
     """
     import gradkeep.store as stores
 
@@ -198,44 +183,40 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
 
 
 def _show(verdict: Verdict) -> None:
-    from gradkeep._display import format_size
-
     for item in verdict.damage:
         print(f"damaged  {item.path}  {item.what}")
     for path in verdict.orphans:
-        print(f"unfinished  {path}  left by a writer that is gone")
+        print(f"unfinished  {path}  left by an interrupted writer")
     for path in verdict.unknown:
-        print(f"unknown  {path}  not put there by gradkeep; left alone")
+        print(f"unknown  {path}  not a file of gradkeep; not touched")
     for sentence in verdict.repaired:
         print(f"repair  {sentence}")
     read = f"{verdict.files} files, {format_size(verdict.bytes)}"
     if verdict.read < verdict.segments:
-        read += f" (a sample: {verdict.read} of {verdict.segments} files of rows were read)"
+        read += f" (a sample: {verdict.read} of {verdict.segments} segments)"
     if verdict.healthy:
         print(f"healthy: {read}")
         return
     files = len({item.path for item in verdict.damage})
     print(f"{files} of {read} damaged")
     if not verdict.repaired:
-        print("next: add --repair to move them aside, then run the work again", file=sys.stderr)
+        print("next: --repair moves them to quarantine; then capture again", file=sys.stderr)
 
 
 def gc(
     store: StoreArgument,
     keep_versions: Annotated[
         int,
-        typer.Option(
-            "--keep-versions", min=1, max=MAX_COUNT, help="How many versions of a block stay."
-        ),
+        typer.Option("--keep-versions", min=1, max=MAX_COUNT, help="Versions of a block to keep."),
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only list what would be removed.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove old versions, the segments only they needed, and unfinished writes.
+    """Remove old versions, segments that only they refer to, and unfinished writes.
 
-    Safe at any moment, also while others read and write.
+    Safe at any time, also while others read and write.
     """
     import gradkeep.store as stores
 
@@ -259,9 +240,7 @@ def delete(
             help="RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, scores/NAME or datamodels/NAME.",
         ),
     ],
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Really delete; there is no way back.")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm; deletion cannot be undone.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Delete a capture, or saved scores, with all versions."""
@@ -279,7 +258,7 @@ def delete(
         raise StoreError(
             f"there is no {capture!r} in this store",
             path=opened.location,
-            fix=f"`gradkeep info {opened.location}` shows what there is",
+            fix=f"`gradkeep info {opened.location}` lists the contents",
         )
     found.sort(key=lambda block: folders.index(block.address.folder))
     rows, size = found[0].rows, sum(block.bytes for block in found)
@@ -288,7 +267,7 @@ def delete(
             "nothing was deleted",
             path=f"{opened.location}/{folders[0]}",
             found=f"{rows} rows, {format_size(size)}",
-            fix="add --yes to delete this for ever",
+            fix="add --yes to delete it",
         )
     if key is not None:
         opened.delete(key)
@@ -315,7 +294,7 @@ def _key(name: str) -> BlockKey:
         run, checkpoint, split, capture = parts
         return CaptureKey(checkpoint, split, run=run, capture=capture)
     raise StoreError(
-        "this names no capture",
+        "invalid name of a capture",
         found=name,
         expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, scores/NAME, "
         "evaluations/NAME, datamodels/NAME, or bases/RUN/CHECKPOINT/CAPTURE",
@@ -324,16 +303,16 @@ def _key(name: str) -> BlockKey:
 
 def trak(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The save_dir of the released TRAK package.")
+        Path, typer.Argument(metavar="DIR", help="save_dir of the released TRAK package.")
     ],
     store: Annotated[
         str | None,
-        typer.Option("--store", help="Folder or URL; by default beside DIR, as DIR-gradkeep."),
+        typer.Option("--store", help="Folder or URL; default: DIR-gradkeep."),
     ] = None,
-    run: Annotated[str, typer.Option(help="The name that the run gets.")] = "trak",
+    run: Annotated[str, typer.Option(help="Name of the run.")] = "trak",
     json: JsonOption = False,
 ) -> None:
-    """Bring projected gradients, weights and scores of TRAK into a store; DIR is left as it is."""
+    """Import projected gradients, weights and scores of TRAK into a store; DIR is not changed."""
     from gradkeep.compat.trak import import_save_dir
 
     whole = input_folder(folder, error=StoreError).resolve()

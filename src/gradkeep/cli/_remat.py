@@ -1,4 +1,4 @@
-"""`gradkeep remat simulate` and `optimal`: what would a smaller memory budget cost?"""
+"""`gradkeep remat simulate` and `optimal`: the cost of a smaller memory budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RatioOption = Annotated[
         min=0,
         max=1000,
         callback=finite,
-        help="A fraction of the peak, as --budget takes it too.",
+        help="Budget as a fraction of the peak.",
     ),
 ]
 LimitOption = Annotated[
@@ -34,7 +34,7 @@ LimitOption = Annotated[
         min=1,
         max=1e9,
         callback=finite,
-        help="More than so many times the base cost is thrashing.",
+        help="Slowdown that counts as thrashing.",
     ),
 ]
 
@@ -42,29 +42,29 @@ LimitOption = Annotated[
 def simulate(
     log: LogArgument,
     heuristic: Annotated[
-        str, typer.Option("--heuristic", help="Which storage to evict: dtr, dtr-eq, msps, ...")
+        str, typer.Option("--heuristic", help="Eviction heuristic: dtr, dtr-eq, msps, ...")
     ] = "dtr-eq",
     budget: BudgetOption = None,
     ratio: RatioOption = None,
     policy: Annotated[
-        str, typer.Option("--policy", help="What nobody refers to: ignore, eager or banish.")
+        str, typer.Option("--policy", help="Deallocation policy: ignore, eager or banish.")
     ] = "eager",
     limit: LimitOption = 10.0,
     skip_small: Annotated[
         bool, typer.Option("--skip-small", help="Never evict storages below 1 % of the mean size.")
     ] = False,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Look at about 2 sqrt(n) storages of the pool only.")
+        bool, typer.Option("--sample", help="Consider about 2 sqrt(n) storages only.")
     ] = False,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Write every run and eviction to this CSV.")
+        Path | None, typer.Option("--timeline", help="Write every event to this CSV file.")
     ] = None,
     keep_releases: Annotated[
-        bool, typer.Option("--releases/--no-releases", help="Drop all releases from the log.")
+        bool, typer.Option("--releases/--no-releases", help="Use the deallocations of the log.")
     ] = True,
     json: JsonOption = False,
 ) -> None:
-    """Run a recorded step inside a smaller memory budget and tell what it costs.
+    """Simulate a recorded step inside a smaller memory budget.
 
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
     """
@@ -78,7 +78,7 @@ def simulate(
         output_file(timeline, error=RematError)
     program = read_log(log)
     peak = unlimited_peak(program)
-    allowed = chosen_budget(peak, ratio=ratio, budget=budget)
+    allowed = resolve_budget(peak, ratio=ratio, budget=budget)
     least = program.constant_bytes
     events = None if timeline is None else Timeline()
     outcome = run(
@@ -107,7 +107,7 @@ def simulate(
             f"in {format_bytes(allowed)} ({allowed / peak:.0%}) with {outcome.heuristic} it "
             f"{words[outcome.status]}\n"
             f"peak {format_bytes(outcome.peak)}, {outcome.evictions} evictions, "
-            f"{outcome.rematerializations} operators run again"
+            f"{outcome.rematerializations} operators recomputed"
         )
         if outcome.status == "oom":
             need = max(least, program.bottleneck_bytes)
@@ -135,10 +135,10 @@ def optimal(
     ] = 60.0,
     json: JsonOption = False,
 ) -> None:
-    """The cheapest schedule within a budget, with a proven bound, beside known ones and heuristics.
+    """Compute the cheapest schedule within a budget, with a proven bound, beside heuristics.
 
-    For small programs (up to some 30 operators it takes seconds); the log's aliases are collapsed,
-    and its inputs and parameters are always in memory.
+    For small programs: up to about 30 operators it takes seconds. Aliases are collapsed; inputs and
+    parameters are always in memory.
     """
     from gradkeep import remat
     from gradkeep._budgets import format_bytes
@@ -148,7 +148,7 @@ def optimal(
     program = remat.simplify(remat.read_log(log))
     graph = remat.Graph.of(remat.read_log(log))
     keep = remat.keep_all(graph)
-    allowed = int(chosen_budget(keep.peak, ratio=ratio, budget=budget))
+    allowed = int(resolve_budget(keep.peak, ratio=ratio, budget=budget))
     best = remat.optimal(graph, budget=allowed, time_limit=time_limit)
     chen = remat.chen(graph)
     heuristics = {
@@ -172,8 +172,8 @@ def optimal(
                 "keep_all": {"compute": keep.compute, "peak": keep.peak},
                 "chen": {"compute": chen.compute, "peak": chen.peak},
                 "heuristics": {
-                    name: {"status": found.status, "overhead": found.overhead, "peak": found.peak}
-                    for name, found in heuristics.items()
+                    name: {"status": run.status, "overhead": run.overhead, "peak": run.peak}
+                    for name, run in heuristics.items()
                 },
             }
         )
@@ -187,24 +187,22 @@ def optimal(
             ("optimum", price, note),
             ("chen sqrt(n)", f"{chen.compute / base:.3f}x", f"in {format_bytes(chen.peak)}"),
         ]
-        for name, found in heuristics.items():
-            fits = found.status == "ok"
-            lines.append((name, f"{found.overhead:.3f}x" if fits else found.status, ""))
+        for name, run in heuristics.items():
+            time = f"{run.overhead:.3f}x" if run.status == "ok" else run.status
+            lines.append((name, time, ""))
         print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
         print(text_table(("schedule", "time", ""), lines, right={1}))
     if schedule is None:
         raise typer.Exit(3)
 
 
-def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> float:
-    """The budget in bytes, from whichever option says it; a fraction is one of `peak`."""
+def resolve_budget(peak: int, *, ratio: float | None, budget: str | None) -> float:
+    """Return the budget in bytes; a fraction is one of `peak`."""
     from gradkeep._budgets import parse_budget
 
     if (ratio is None) == (budget is None):
-        raise RematError(
-            "say either --ratio or --budget", fix="for example --budget 0.5, or --budget 2GiB"
-        )
+        raise RematError("pass either --ratio or --budget", fix="--budget 0.5 or --budget 2GiB")
     if ratio is not None and not ratio > 0:
-        raise RematError("a ratio is a share of the peak above 0", found=ratio)
+        raise RematError("--ratio must be above 0", found=ratio)
     allowed = ratio if ratio is not None else parse_budget(budget or "")
     return int(peak * allowed) if isinstance(allowed, float) else allowed

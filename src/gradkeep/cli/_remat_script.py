@@ -1,4 +1,4 @@
-"""`gradkeep remat record` and `plan`: a script's training step as a log, and what budgets cost it."""
+"""`gradkeep remat record` and `plan`: record a script's training step, and plan budgets for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 ScriptArgument = Annotated[
     Path, typer.Argument(metavar="SCRIPT", help="A Python file with a function step().")
 ]
@@ -29,25 +29,20 @@ FunctionOption = Annotated[
 
 def record(
     script: ScriptArgument,
-    log: Annotated[Path, typer.Option("--log", help="Where the log goes.")] = Path("step.log"),
+    log: Annotated[Path, typer.Option("--log", help="Log file to write.")] = Path("step.log"),
     function: FunctionOption = "step",
     repeats: Annotated[
         int,
-        typer.Option(
-            "--repeats", min=1, max=10_000, help="Times to run it; the least times are kept."
-        ),
+        typer.Option("--repeats", min=1, max=10_000, help="Runs; the shortest times are kept."),
     ] = 3,
     json: JsonOption = False,
 ) -> None:
-    """Run the function `step()` of a script and record what it does.
-
-    It is run once before, so that first-time work is not counted.
-    """
+    """Record the function `step()` of a script, after one run to warm up."""
     from gradkeep._budgets import format_bytes
     from gradkeep.remat import read_log, unlimited_peak
 
     output_file(log, error=RematError)
-    step = step_of(script, function)
+    step = load_step(script, function)
     run_step(step, script)
     from gradkeep.remat import record as recorder_for  # loads torch
 
@@ -58,9 +53,17 @@ def record(
     program = read_log(log)
     peak = unlimited_peak(program)
     if json:
-        told = {"log": str(log), "operators": len(program.ops), "compute": program.compute}
-        told |= {"peak": peak, "live_peak": recorder.live_peak, "repeats": recorder.repeats}
-        print_json({**told, "constant_bytes": program.constant_bytes})
+        print_json(
+            {
+                "log": str(log),
+                "operators": len(program.ops),
+                "compute": program.compute,
+                "peak": peak,
+                "live_peak": recorder.live_peak,
+                "repeats": recorder.repeats,
+                "constant_bytes": program.constant_bytes,
+            }
+        )
         return
     print(
         f"recorded {len(program.ops)} operators, {program.compute / 1e6:.1f} ms, "
@@ -73,11 +76,11 @@ def plan(
     script: ScriptArgument,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", help="Bytes such as 2GiB, or a fraction such as 0.5: explain it."),
+        typer.Option("--budget", help="Explain this budget: 2GiB, or 0.5."),
     ] = None,
     function: FunctionOption = "step",
     recordings: Annotated[
-        int, typer.Option("--recordings", min=2, max=1000, help="Times to run it, recorded.")
+        int, typer.Option("--recordings", min=2, max=1000, help="Recorded runs.")
     ] = 3,
     save: Annotated[
         Path | None,
@@ -85,7 +88,7 @@ def plan(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show budget against slowdown, and the floor, for the function `step()` of a script."""
+    """Show slowdown against budget, and the floor, for the function `step()` of a script."""
     from gradkeep._budgets import format_bytes, parse_budget
     from gradkeep._display import text_table
 
@@ -95,7 +98,7 @@ def plan(
         output_file(save, error=RematError)
     if budget is not None:
         parse_budget(budget)
-    step = step_of(script, function)
+    step = load_step(script, function)
     run_step(step, script)
     from gradkeep.remat import memory_budget  # loads torch
 
@@ -104,22 +107,22 @@ def plan(
         with whole.step():
             run_step(step, script)
     about = whole.explain()
-    points = whole.curve(FRACTIONS)
+    points = whole.curve(_FRACTIONS)
     if not json:
-        # First, so that it can also be seen when the budget is below the floor.
+        # Printed first, so that it is seen even if the budget is below the floor.
         print(
             f"without a budget the step takes {format_bytes(about.peak)}; "
             f"the floor is {format_bytes(about.floor)} ({about.floor / max(1, about.peak):.2f})"
         )
         lines = [
             (f"{share:.1f}", *str(point).split(": ", 1))
-            for share, point in zip(FRACTIONS, points, strict=True)
+            for share, point in zip(_FRACTIONS, points, strict=True)
         ]
         print(text_table(("budget", "", "costs"), lines, right={0, 1}))
-    asked = None
+    explanation = None
     if budget is not None:
         chosen = whole.anew(budget)
-        asked = chosen.explain()
+        explanation = chosen.explain()
         if save is not None:
             chosen.save(save)
     if json:
@@ -128,22 +131,22 @@ def plan(
                 "peak": about.peak,
                 "floor": about.floor,
                 "curve": [dataclasses.asdict(point) for point in points],
-                "explanation": None if asked is None else dataclasses.asdict(asked),
+                "explanation": None if explanation is None else dataclasses.asdict(explanation),
                 "saved": None if save is None else str(save),
             }
         )
         return
-    if asked is not None:
-        print(asked)
+    if explanation is not None:
+        print(explanation)
     if save is not None:
         print(f"wrote {save}: gk.memory_budget({budget!r}).load({str(save)!r})")
 
 
-def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:
-    """The function of that name in a Python file; the file is run, but not as `__main__`."""
+def load_step(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:
+    """Return a function of a Python file, which is run, but not as `__main__`."""
     names, path = run_script(script, error=RematError), Path(script)
-    found = names.get(function)
-    if not callable(found):
+    step: Callable[[], Any] | None = names.get(function)
+    if not callable(step):
         defined = sorted(
             name for name, value in names.items() if callable(value) and name[0] != "_"
         )
@@ -151,15 +154,13 @@ def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[
             f"the script has no function {function}()",
             path=path,
             found=", ".join(defined) or "no functions",
-            expected="a function without arguments that does one training step",
-            fix="name another one with --function",
+            fix="name a function that does one training step with --function",
         )
-    step: Callable[[], Any] = found
     return step
 
 
 def run_step(step: Callable[[], Any], script: str | os.PathLike[str]) -> None:
-    """One step of the script; it may not end the whole process."""
+    """Run one step; `sys.exit` in it is an error."""
     try:
         step()
     except SystemExit as error:

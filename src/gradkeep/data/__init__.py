@@ -11,12 +11,11 @@ from gradkeep._public import lazy_names
 from gradkeep.data._dataset import dataset
 from gradkeep.data._examples import load_digit_images, load_digits
 from gradkeep.data._files import load_cifar10
-from gradkeep.data.architectures._catalog import model, models
+from gradkeep.data._models import model, models
 
 if TYPE_CHECKING:
-    from gradkeep.data.architectures._convolutional import CNN, MLP
-    from gradkeep.data.architectures._resnets import ResNet9
-    from gradkeep.data.architectures._transformers import GPT
+    from gradkeep.data._image_models import CNN, MLP, ResNet9
+    from gradkeep.data._transformers import GPT
 
 __all__ = [
     "CNN",
@@ -35,10 +34,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
         {
-            "CNN": "gradkeep.data.architectures._convolutional",
-            "GPT": "gradkeep.data.architectures._transformers",
-            "MLP": "gradkeep.data.architectures._convolutional",
-            "ResNet9": "gradkeep.data.architectures._resnets",
+            "CNN": "gradkeep.data._image_models",
+            "GPT": "gradkeep.data._transformers",
+            "MLP": "gradkeep.data._image_models",
+            "ResNet9": "gradkeep.data._image_models",
         },
     )
 

@@ -69,6 +69,11 @@ class ResampledCorrelation:
     by_queries: float
     """The standard deviation that stays with any number of subsets: queries differ."""
 
+    def evaluation(self, metric: str, subject: str, item_ids: AnyArray, **facts: Any) -> Evaluation:
+        """The evaluation of the mean; `facts` are further arguments of `Evaluation.from_draws`."""
+        figures = (self.value, self.draws, self.items)
+        return Evaluation.from_draws(metric, subject, *figures, item_ids, **facts)
+
 
 def rank_correlations(
     predicted: AnyArray, actual: AnyArray, *, resamples: int, universe: str
@@ -82,8 +87,7 @@ def rank_correlations(
     varies = np.ptp(actual, axis=0) > 0
     if not varies.any():
         raise EvaluationError(
-            "the models say the same whatever they were trained on: there is nothing to predict",
-            found=f"{len(varies)} queries with constant outputs",
+            f"the outputs of all {len(varies)} queries are constant: there is nothing to predict"
         )
     says = np.ptp(predicted, axis=0) > 0
     items = np.where(varies, 0.0, np.nan)
@@ -228,19 +232,37 @@ class Evaluation:
             told += ", where chance rules: models of other seeds do not agree at all"
         return f"{told}: {self.subject}; {self.sizes}, {self.truth}"
 
+    @classmethod
+    def from_draws(
+        cls,
+        metric: str,
+        subject: str,
+        value: float,
+        draws: AnyArray,
+        items: AnyArray,
+        item_ids: AnyArray,
+        *,
+        sizes: SampleSizes,
+        truth: str,
+        universe: str,
+        level: float,
+        **facts: Any,
+    ) -> Evaluation:
+        """Make an evaluation from the figures `[B]` of resamples, which are centred on the value."""
+        draws = draws + value - draws.mean()
+        interval = interval_of(draws, value, level)
+        required = (metric, subject, value, interval, sizes, truth, universe, draws)
+        return cls(*required, items, item_ids, level=level, **facts)
+
     @checked(EvaluationError)
     def save(self, name: str, *, store: Store) -> None:
         """Keep the evaluation in a store; another one under that name is refused."""
-        from gradkeep.evaluate._evaluation import save_evaluation
-
         save_evaluation(store, name, self)
 
     @classmethod
     @checked(EvaluationError)
     def load(cls, store: Store, name: str) -> Evaluation:
         """The evaluation saved under that name."""
-        from gradkeep.evaluate._evaluation import load_evaluation
-
         return load_evaluation(store, name)
 
     def plot(self) -> Any:
@@ -340,26 +362,22 @@ def evaluated(
 ) -> Evaluation:
     """The mean of one figure per query `[T]`, with an interval over queries."""
     check_bounds(level, resamples)
-
     defined = np.isfinite(items)
     if not defined.any():
         raise EvaluationError(f"{metric} is defined for none of {len(items)} queries")
-    told = np.asarray(items, np.float64)[defined]
-    weights = draw_weights(len(told), resamples, universe, "queries")
-    draws = weights @ told / len(told)
-    value = float(told.mean())
-    draws += value - draws.mean()
-    return Evaluation(
+    items = np.asarray(items, np.float64)
+    known = items[defined]
+    weights = draw_weights(len(known), resamples, universe, "queries")
+    return Evaluation.from_draws(
         metric,
         subject,
-        value,
-        interval_of(draws, value, level),
-        SampleSizes(queries=len(told)) if sizes is None else sizes,
-        truth,
-        universe,
-        draws,
-        np.asarray(items, np.float64),
+        float(known.mean()),
+        weights @ known / len(known),
+        items,
         np.arange(len(items)) if item_ids is None else item_ids,
+        sizes=SampleSizes(queries=len(known)) if sizes is None else sizes,
+        truth=truth,
+        universe=universe,
         level=level,
         provenance=provenance,
         captures=captures or {},

@@ -16,6 +16,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
+from gradkeep.evaluate._lds import places_of
 from gradkeep.evaluate._verified import verify_rows
 from gradkeep.query import gradients
 from gradkeep.query._engine import GradientPair, ProductEngine
@@ -109,7 +110,10 @@ def groups(
     """
     _arguments.count("count", count, error=EvaluationError, least=1)
     _arguments.count("most", most, error=EvaluationError, least=_LEAST)
-    asked = _asked(scores, query)
+    asked = np.arange(len(scores.query_ids))
+    if query is not None:
+        ids = [query] if isinstance(query, int | np.integer) else query
+        asked = np.unique(places_of("query", ids, scores.query_ids))
     total = np.asarray(scores.values, np.float64)[asked].sum(axis=0)
     shared = _columns(scores, columns)
     found: list[RowGroup] = []
@@ -129,21 +133,12 @@ def groups(
         rest += len(order) - sum(len(group.ids) for group in strongest)
         found += strongest
     if recipe is not None:
-        found = [_verified(group, scores, asked, recipe, seeds, options) for group in found]
+        wanted: Any = {"scores": scores, "queries": scores.query_ids[asked], "seeds": seeds}
+        found = [
+            dataclasses.replace(one, verified=verify_rows(one.ids, recipe, **wanted, **options))
+            for one in found
+        ]
     return RowGroups(scores.query_ids[asked], tuple(found), rest)
-
-
-def _asked(scores: Scores, query: Any) -> AnyArray:
-    if query is None:
-        return np.arange(len(scores.query_ids))
-    wanted = [query] if isinstance(query, int | np.integer) else query
-    ids = _arguments.whole_numbers("query", wanted, error=EvaluationError)
-    unknown = np.setdiff1d(ids, scores.query_ids)
-    if len(unknown) or not len(ids):
-        raise EvaluationError(
-            "no such query was scored", found=unknown[:5].tolist() if len(ids) else "none named"
-        )
-    return np.flatnonzero(np.isin(scores.query_ids, ids))
 
 
 def _distances(scores: Scores, rows: AnyArray, features: Any) -> AnyArray:
@@ -247,20 +242,6 @@ def _words(own: list[str], every: list[Any]) -> list[str]:
     return sorted(shared, key=lambda word: (usual[word] / have[word], word))[:3]
 
 
-def _verified(
-    group: RowGroup,
-    scores: Scores,
-    asked: AnyArray,
-    recipe: Recipe,
-    seeds: int,
-    options: dict[str, Any],
-) -> RowGroup:
-    found = verify_rows(
-        group.ids, recipe, scores=scores, queries=scores.query_ids[asked], seeds=seeds, **options
-    )
-    return dataclasses.replace(group, verified=found)
-
-
 _CLOSE = 0.95
 """A cosine of gradients above which two rows are taken for copies."""
 
@@ -305,7 +286,11 @@ def select_rows(scores: Scores, keep: float, *, kinds: Any = None) -> ChosenRows
     [0, 1, 2]
     """
     total = len(scores.train_ids)
-    count = _count(keep, total)
+    if isinstance(keep, float):
+        share = _arguments.number("keep", keep, error=EvaluationError, above=0, most=1)
+        count = max(1, round(share * total))
+    else:
+        count = _arguments.count("keep", keep, error=EvaluationError, least=1, most=total)
     given = kinds if kinds is not None else scores.query_labels
     names = np.zeros(len(scores.query_ids), int)
     if given is not None:
@@ -354,10 +339,3 @@ def find_leaks(cosines: Scores, *, above: float = _CLOSE) -> ChosenRows:
         for row in order
     ]
     return ChosenRows(cosines.train_ids[order], best[order], tuple(reasons))
-
-
-def _count(keep: float, total: int) -> int:
-    if isinstance(keep, float):
-        share = _arguments.number("keep", keep, error=EvaluationError, above=0, most=1)
-        return max(1, round(share * total))
-    return _arguments.count("keep", keep, error=EvaluationError, least=1, most=total)

@@ -12,7 +12,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.attribution._attribute import attribute
-from gradkeep.attribution._registry import methods
+from gradkeep.attribution._registry import methods as all_methods
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import subset_digests
 from gradkeep.datamodels import fit
@@ -190,7 +190,8 @@ def judge_methods(
         _arguments.function("report", report, error=EvaluationError)
     opened = open_store(store, create=False)
     found = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
-    asked = default_methods() if methods is None else list(methods)
+    about_queries = [one.name for one in all_methods() if one.about_queries]
+    asked = about_queries if methods is None else list(methods)
     where = {"queries": queries, "train": train, "run": run, "name": name, "ids": ids}
     judged = []
     for method in asked:
@@ -229,17 +230,12 @@ def ask_method(
     store: Store, method: str, *, checkpoints: str | Sequence[str] | None, **where: Any
 ) -> Scores:
     """The scores of a method as it is best asked of a store alone; one checkpoint where it takes one."""
-    known = {one.name: one for one in methods()}
+    known = {one.name: one for one in all_methods()}
     options: dict[str, Any] = {"curvature": "fisher"} if method in _NEEDS_A_MODEL else {}
     single = method in known and known[method].over == "one"
     if single and checkpoints is not None and not isinstance(checkpoints, str):
         checkpoints = list(checkpoints)[-1] if len(checkpoints) else None
     return attribute(store, method=method, checkpoints=checkpoints, **where, **options)
-
-
-def default_methods() -> list[str]:
-    """All methods that are about queries, baselines among them."""
-    return [one.name for one in methods() if one.about_queries]
 
 
 def _judged(

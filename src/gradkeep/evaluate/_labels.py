@@ -178,7 +178,6 @@ def label_detection(
         lists[:, start : start + step] = _lists(weights, flipped[order], looked)
     ones = np.ones((1, total))
     value = float(_areas(ones, flipped[order], groups)[0])
-    areas += value - areas.mean()
     exact = _lists(ones, flipped[order], looked)[:, 0]
     spans = np.array(
         [
@@ -186,17 +185,16 @@ def label_detection(
             for line in range(2)
         ]
     )
-    return Evaluation(
+    return Evaluation.from_draws(
         "label auc",
         subject or told,
         value,
-        interval_of(areas, value, level),
-        SampleSizes(rows=total),
-        f"{bad} labels known to be wrong",
-        universe,
         areas,
         values,
         numbers,
+        sizes=SampleSizes(rows=total),
+        truth=f"{bad} labels known to be wrong",
+        universe=universe,
         level=level,
         curve=Curve(
             "rows looked at",

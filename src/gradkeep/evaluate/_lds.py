@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._evaluation import (
@@ -13,7 +14,6 @@ from gradkeep.evaluate._evaluation import (
     SampleSizes,
     check_bounds,
     digest_of,
-    interval_of,
     rank_correlations,
 )
 from gradkeep.evaluate._recipe import labels_digest
@@ -58,24 +58,19 @@ def lds(
     actual = half.outputs[:, places]
     predicted = half.masks.astype(np.float64) @ np.asarray(scores.values, np.float64).T
     universe = digest_of("lds", truth.digest(part, places), level, resamples)
-    found = rank_correlations(predicted, actual, resamples=resamples, universe=universe)
-    return Evaluation(
+    correlation = rank_correlations(predicted, actual, resamples=resamples, universe=universe)
+    defined = int(np.isfinite(correlation.items).sum())
+    return correlation.evaluation(
         "lds",
         subject_of(scores),
-        found.value,
-        interval_of(found.draws, found.value, level),
-        SampleSizes(
-            queries=int(np.isfinite(found.items).sum()), subsets=len(actual), seeds=truth.seeds
-        ),
-        half.name,
-        universe,
-        found.draws,
-        found.items,
         scores.query_ids,
+        sizes=SampleSizes(queries=defined, subsets=len(actual), seeds=truth.seeds),
+        truth=half.name,
+        universe=universe,
         level=level,
         ceiling=truth.ceiling(part, places),
-        spread_by_subsets=found.by_subsets,
-        spread_by_queries=found.by_queries,
+        spread_by_subsets=correlation.by_subsets,
+        spread_by_queries=correlation.by_queries,
         provenance=provenance_of(scores),
         captures=scores.captures,
     )
@@ -96,7 +91,6 @@ def fitting_queries(scores: Scores, truth: GroundTruth) -> AnyArray:
     if known is not None and labels_digest(scores.train_labels) != known:
         raise EvaluationError(
             f"the ground truth {truth.name!r} was made with other data",
-            found="labels that are not those of the captured rows, or in another order",
             fix="train a ground truth with the rows as they were captured, under another name",
         )
     places = places_among(scores.query_ids, truth.num_queries)
@@ -124,6 +118,19 @@ def places_among(ids: AnyArray, count: int) -> AnyArray:
     )
 
 
+def places_of(what: str, ids: Any, known: AnyArray) -> AnyArray:
+    """The places of ids among the known ones, in their order; all ids must be known."""
+    numbers = _arguments.whole_numbers(what, ids, error=EvaluationError)
+    unknown = np.setdiff1d(numbers, known)
+    if len(unknown) or not len(numbers):
+        raise EvaluationError(
+            f"{what} must be ids of scored rows",
+            found=f"{unknown[:5].tolist()}, which were not scored" if len(unknown) else "no id",
+        )
+    order = np.argsort(known, kind="stable")
+    return np.asarray(order[np.searchsorted(known, numbers, sorter=order)])
+
+
 def subject_of(scores: Scores) -> str:
     """What is judged, in a few words."""
     at = ", ".join(scores.checkpoints[:3])
@@ -133,7 +140,7 @@ def subject_of(scores: Scores) -> str:
 
 def provenance_of(scores: Scores) -> str:
     """How scores were made: scale, options, what was approximated and chosen."""
-    told = [scores.scale, scores.options if scores.options != "{}" else ""]
-    told += [f"approximate: {scores.approximate}" if scores.approximate else ""]
-    told += [f"chosen: {scores.chosen}" if scores.chosen else ""]
-    return "; ".join(text for text in told if text)
+    parts = [scores.scale, scores.options if scores.options != "{}" else ""]
+    parts += [f"approximate: {scores.approximate}" if scores.approximate else ""]
+    parts += [f"chosen: {scores.chosen}" if scores.chosen else ""]
+    return "; ".join(filter(None, parts))

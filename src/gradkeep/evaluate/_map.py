@@ -90,15 +90,10 @@ def map_rows(
     >>> map_rows(store, clusters=3).places.shape
     (12, 2)
     """
-    _arguments.count("clusters", clusters, error=EvaluationError, least=1)
-    _arguments.count("most", most, error=EvaluationError, least=2)
-    _arguments.count("seed", seed, error=EvaluationError)
+    _check_settings(clusters, most, seed)
     opened = open_store(store, create=False)
     kept = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
-    block = kept.block
-    rows = np.arange(len(kept))
-    if len(rows) > most:
-        rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
+    block, rows = kept.block, _sample(len(kept), most, seed)
     # Of the random projections that stand for gradients: cosines are off by about 0.06.
     low = np.asarray(project(kept, Projection(dim=256), rows=rows))
     labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
@@ -114,15 +109,24 @@ def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed:
     >>> map_targets(fit(data.masks, data.outputs), clusters=2).places.shape
     (6, 2)
     """
+    _check_settings(clusters, most, seed)
+    weights = np.asarray(found.weights.T)
+    rows = _sample(len(weights), most, seed)
+    of = f"datamodels of {found.num_models} models"
+    return _mapped(weights[rows], rows, None, len(weights), of, clusters, seed)
+
+
+def _check_settings(clusters: int, most: int, seed: int) -> None:
     _arguments.count("clusters", clusters, error=EvaluationError, least=1)
     _arguments.count("most", most, error=EvaluationError, least=2)
     _arguments.count("seed", seed, error=EvaluationError)
-    weights = np.asarray(found.weights.T)
-    rows = np.arange(len(weights))
-    if len(rows) > most:
-        rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
-    of = f"datamodels of {found.num_models} models"
-    return _mapped(weights[rows], rows, None, len(weights), of, clusters, seed)
+
+
+def _sample(total: int, most: int, seed: int) -> AnyArray:
+    """At most so many rows, at random."""
+    if total <= most:
+        return np.arange(total)
+    return np.sort(np.random.default_rng(seed).permutation(total)[:most])
 
 
 def _mapped(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,7 @@ from gradkeep.evaluate._evaluation import (
     interval_of,
     rank_correlations,
 )
-from gradkeep.evaluate._lds import places_among, provenance_of, subject_of
+from gradkeep.evaluate._lds import places_among, places_of, provenance_of, subject_of
 from gradkeep.evaluate._truth import ceiling_of
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def leave_one_out(
         drawn = np.random.default_rng(0).permutation(others)[: rows - len(largest)]
         chosen = np.concatenate([largest, drawn])
     else:
-        chosen = _places_of(_arguments.whole_numbers("rows", rows, error=EvaluationError), scores)
+        chosen = places_of("rows", rows, scores.train_ids)
     if len(chosen) < 2:
         raise EvaluationError("ranks need rows, two or more", found=len(chosen))
     masks = np.ones((len(chosen) + 1, total), bool)
@@ -166,21 +167,18 @@ def leave_one_out(
     drops = (outputs[-1] - outputs[:-1])[:, :, places]
     universe = digest_of("loo", chosen, drops, level, resamples)
     predicted = np.asarray(scores.values, np.float64)[:, chosen].T
-    found = rank_correlations(predicted, drops.mean(axis=1), resamples=resamples, universe=universe)
-    return Evaluation(
+    actual = drops.mean(axis=1)
+    correlation = rank_correlations(predicted, actual, resamples=resamples, universe=universe)
+    return correlation.evaluation(
         "leave-one-out",
         subject_of(scores),
-        found.value,
-        interval_of(found.draws, found.value, level),
-        SampleSizes(queries=len(places), seeds=seeds, rows=len(chosen)),
-        "models trained without each row",
-        universe,
-        found.draws,
-        found.items,
         scores.query_ids,
+        sizes=SampleSizes(queries=len(places), seeds=seeds, rows=len(chosen)),
+        truth="models trained without each row",
+        universe=universe,
         level=level,
         ceiling=ceiling_of(drops),
-        spread_by_queries=found.by_queries,
+        spread_by_queries=correlation.by_queries,
         provenance=provenance_of(scores),
         captures=scores.captures,
     )
@@ -216,24 +214,22 @@ class QueriesAndSeeds:
         item_ids: AnyArray,
     ) -> Evaluation:
         """The evaluation that values `[Q, S]` come to."""
-        value, draws = float(values.mean()), self.draws(values)
-        draws = draws + value - draws.mean()
-        return Evaluation(
+        made = Evaluation.from_draws(
             metric,
             subject_of(scores),
-            value,
-            self._interval(draws, value),
-            sizes,
-            truth,
-            self.universe,
-            draws,
+            float(values.mean()),
+            self.draws(values),
             values.mean(axis=1),
             item_ids,
+            sizes=sizes,
+            truth=truth,
+            universe=self.universe,
             level=self.level,
             provenance=provenance_of(scores),
             captures=scores.captures,
             curve=curve,
         )
+        return dataclasses.replace(made, interval=self._interval(made.draws, made.value))
 
     def curve(self, along: str, at: AnyArray, names: tuple[str, ...], values: AnyArray) -> Curve:
         """Lines of means of values `[lines, Q, K, S]`."""
@@ -307,8 +303,8 @@ def _fitting(lines: Sequence[Scores], recipe: Recipe) -> int:
     for one in lines:
         if len(one.train_ids) != recipe.num_rows:
             raise EvaluationError(
-                "the recipe trains on other rows than were scored",
-                found=f"{recipe.num_rows} rows, scores of {len(one.train_ids)} ({one.method})",
+                f"the recipe trains on {recipe.num_rows} rows, and {one.method} scored "
+                f"{len(one.train_ids)}"
             )
     return recipe.num_rows
 
@@ -328,18 +324,4 @@ def _asked(scores: Scores, queries: Any) -> AnyArray:
     if queries is None:
         count = min(10, len(scores.query_ids))
         return np.linspace(0, len(scores.query_ids) - 1, count).round().astype(np.int64)
-    ids = _arguments.whole_numbers("queries", queries, error=EvaluationError)
-    if not len(ids):
-        raise EvaluationError("queries name no query")
-    return np.array([_place_of_id(scores.query_ids, number, "query") for number in ids.tolist()])
-
-
-def _places_of(ids: AnyArray, scores: Scores) -> AnyArray:
-    return np.array([_place_of_id(scores.train_ids, number, "row") for number in ids.tolist()])
-
-
-def _place_of_id(ids: AnyArray, number: int, what: str) -> int:
-    found = np.flatnonzero(ids == number)
-    if not len(found):
-        raise EvaluationError(f"no {what} with id {number} was scored")
-    return int(found[0])
+    return places_of("queries", queries, scores.query_ids)

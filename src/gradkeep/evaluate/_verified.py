@@ -15,7 +15,6 @@ from gradkeep.evaluate._evaluation import (
     SampleSizes,
     check_bounds,
     digest_of,
-    interval_of,
     rank_correlations,
 )
 from gradkeep.evaluate._lds import places_among, subject_of
@@ -66,20 +65,16 @@ def verify_rows(
     gain = (outputs[0] - outputs[1:].mean(axis=0)).T
     universe = digest_of("verified", train, asked, outputs[1:], level, resamples)
     sampler = QueriesAndSeeds(len(asked), seeds, resamples, universe, level)
-    draws = sampler.draws(gain)
-    value = float(gain.mean())
-    draws = draws + value - draws.mean()
-    return Evaluation(
+    return Evaluation.from_draws(
         "gain over random rows",
         f"training {train} {len(named)} rows",
-        value,
-        interval_of(draws, value, level),
-        SampleSizes(queries=len(asked), seeds=seeds, rows=len(named)),
-        f"{_CONTROLS} random sets of as many rows",
-        universe,
-        draws,
+        float(gain.mean()),
+        sampler.draws(gain),
         gain.mean(axis=1),
         asked,
+        sizes=SampleSizes(queries=len(asked), seeds=seeds, rows=len(named)),
+        truth=f"{_CONTROLS} random sets of as many rows",
+        universe=universe,
         level=level,
     )
 
@@ -134,7 +129,7 @@ def check_removal(
     measured = (outputs[0] - outputs[1:].mean(axis=0)).mean(axis=0)
     predicted = -np.asarray(scores.values, np.float64)[:, named].sum(axis=1)
     universe = digest_of("check-removal", named, outputs, level, resamples)
-    found = rank_correlations(
+    correlation = rank_correlations(
         predicted[:, None], measured[:, None], resamples=resamples, universe=universe
     )
     change = verify_rows(
@@ -147,17 +142,13 @@ def check_removal(
         resamples=resamples,
         **options,
     )
-    agreement = Evaluation(
+    agreement = correlation.evaluation(
         "predicted and measured change",
         subject_of(scores),
-        found.value,
-        interval_of(found.draws, found.value, level),
-        SampleSizes(queries=len(predicted), seeds=seeds, rows=len(named)),
-        f"models trained without {len(named)} rows",
-        universe,
-        found.draws,
-        np.array([found.value]),
         np.zeros(1, np.int64),
+        sizes=SampleSizes(queries=len(predicted), seeds=seeds, rows=len(named)),
+        truth=f"models trained without {len(named)} rows",
+        universe=universe,
         level=level,
     )
     return CheckedRemoval(scores.train_ids[named], agreement, change)

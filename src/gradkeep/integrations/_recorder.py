@@ -61,7 +61,6 @@ class GradkeepTrainerRecorder(Base):
         if args.remove_unused_columns:
             raise CaptureError(
                 f"the Trainer drops the column {self._ids!r}, which the model does not know",
-                found="remove_unused_columns=True",
                 fix="TrainingArguments(remove_unused_columns=False), and leave in the data set what the "
                 "collate function and the model take",
             )

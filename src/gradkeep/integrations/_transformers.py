@@ -57,7 +57,6 @@ class GradkeepTrainerCallback(Base):
         if self._at == "save" and str(getattr(args.save_strategy, "value", "")) == "no":
             raise CaptureError(
                 "the Trainer never saves, so that nothing would be kept",
-                found="save_strategy='no'",
                 fix="pass at='epoch' or at='end' to the callback, or another save_strategy",
             )
         self._replays.check_new(int(state.global_step))

@@ -15,25 +15,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
-from torch import Tensor
 
 from gradkeep import _arguments
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat._tensors import (
-    SEQUENCES,
-    FollowedStorage,
-    OperatorSignature,
-    QuickDispatchMode,
+    OperatorWatcher,
     StorageRef,
     beside_compiler,
-    collect_tensors,
-    run_operator,
-    signature_of,
     view_key,
     written_storages,
 )
@@ -44,23 +36,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import TracebackType
 
+    from torch import Tensor
+
+    from gradkeep.remat._tensors import OperatorCall
+    from gradkeep.remat.online._runtime import OnlineRuntime
+
 
 class LoggedCall(NamedTuple):
-    """An operator that ran."""
+    """An operator that ran: with results, or with whole storages changed in place."""
 
     name: str
     args: tuple[int, ...]
     results: tuple[tuple[int, int, int], ...]
     """Number, bytes and alias index of each result."""
-
-
-class LoggedMutation(NamedTuple):
-    """An operator that changed whole storages in place; they keep their numbers."""
-
-    name: str
-    args: tuple[int, ...]
-    changed: tuple[int, ...]
-    """Positions among the arguments."""
+    changed: tuple[int, ...] = ()
+    """Positions of the arguments that it mutates; they keep their numbers."""
 
 
 class LoggedConstant(NamedTuple):
@@ -70,10 +60,18 @@ class LoggedConstant(NamedTuple):
     size: int
 
 
-BACKWARD = "BACKWARD"
+Event = LoggedCall | LoggedConstant | int | str
+"""What happened; a number is a release, a string an annotation."""
 
-Event = LoggedCall | LoggedMutation | LoggedConstant | int | str
-"""What happened; a number is a release, the string is the begin of the backward pass."""
+
+@dataclass(slots=True, eq=False)
+class _FollowedStorage:
+    """A storage that is alive, and the numbers that its tensors have in the log."""
+
+    root: int
+    size: int
+    ref: StorageRef
+    views: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -82,14 +80,13 @@ class LoggedStep:
 
     events: list[Event] = field(default_factory=list)
     times: list[int] = field(default_factory=list)
-    """Nanoseconds, one for every `Call` and `Mutation`."""
+    """Nanoseconds of every call."""
 
     def least(self, other: LoggedStep) -> LoggedStep:
-        """These notes with the smaller of both times, or the other's if it did something else."""
+        """Take the smaller of both times, or the other step if it did something else."""
         if self.events != other.events:
             return other
-        pairs = zip(self.times, other.times, strict=True)
-        return LoggedStep(self.events, [min(pair) for pair in pairs])
+        return LoggedStep(self.events, list(map(min, self.times, other.times)))
 
     def write(self, path: Path) -> None:
         """Write the log; a reader sees all of it or nothing."""
@@ -105,26 +102,25 @@ class LoggedStep:
         for event in self.events:
             if isinstance(event, int):
                 yield _line("RELEASE", NAME=f"x{event}")
-            elif isinstance(event, LoggedCall):
-                yield from _call(event, next(times))
-            elif isinstance(event, LoggedMutation):
-                args = [f"x{number}" for number in event.args]
-                # The one list of numbers in the format: the original uses them as they are.
-                changed = list(event.changed)
-                spent = str(next(times))
-                yield _line("MUTATE", NAME=event.name, ARGS=args, MUTATE=changed, TIME=spent)
+            elif isinstance(event, str):
+                yield _line("ANNOTATE", ANNOTATION=event)
             elif isinstance(event, LoggedConstant):
                 yield _line("CONSTANT", NAME=f"x{event.number}")
                 yield _line("MEMORY", NAME=f"x{event.number}", MEMORY=str(event.size))
             else:
-                yield _line("ANNOTATE", ANNOTATION=event)
+                yield from _call_lines(event, str(next(times)))
 
 
-def _call(event: LoggedCall, spent: int) -> Iterator[str]:
-    names = [f"x{number}" for number, _, _ in event.results]
-    args = [f"x{number}" for number in event.args]
-    yield _line("CALL", NAME=event.name, RESULT=names, ARGS=args, TIME=str(spent))
-    for number, size, alias in event.results:
+def _call_lines(call: LoggedCall, spent: str) -> Iterator[str]:
+    args = [f"x{number}" for number in call.args]
+    if call.changed:
+        # The one list of numbers in the format: the original uses them as they are.
+        changed = list(call.changed)
+        yield _line("MUTATE", NAME=call.name, ARGS=args, MUTATE=changed, TIME=spent)
+        return
+    names = [f"x{number}" for number, _, _ in call.results]
+    yield _line("CALL", NAME=call.name, RESULT=names, ARGS=args, TIME=spent)
+    for number, size, alias in call.results:
         yield _line("MEMORY", NAME=f"x{number}", MEMORY=str(size))
         yield _line("ALIAS", NAME=f"x{number}", ALIAS=str(alias))
 
@@ -133,17 +129,7 @@ def _line(instruction: str, **values: Any) -> str:
     return json.dumps({"INSTRUCTION": instruction, **values})
 
 
-class BudgetBeneath(Protocol):
-    """A mode beneath the recorder that empties storages and runs operators again."""
-
-    def bytes_of(self, storage: torch.UntypedStorage) -> int:
-        """The bytes of a storage, be it empty or full."""
-
-    def took(self) -> int:
-        """Nanoseconds that the last operator took by itself."""
-
-
-class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(OperatorWatcher):
     """Records what runs inside `with`; the log is written when it ends.
 
     Entered again for the same step, it keeps for every operator the least time that was seen;
@@ -156,31 +142,23 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         path: str | os.PathLike[str],
         *,
         in_place: Literal["alias", "mutate"] = "alias",
-        beneath: BudgetBeneath | None = None,
+        beneath: OnlineRuntime | None = None,
     ) -> None:
         if in_place not in ("alias", "mutate"):
-            raise RematError(
-                "unknown way to record in-place operators",
-                found=repr(in_place),
-                expected="'alias' or 'mutate'",
-            )
-        super().__init__()  # type: ignore[no-untyped-call]
+            raise RematError(f"in_place must be 'alias' or 'mutate', got {in_place!r}")
+        super().__init__()
         self.path = Path(path)
         self.in_place = in_place
         self._beneath = beneath
-        self.live_peak = 0
         self.repeats = 0
-        self._signatures: dict[Any, OperatorSignature] = {}
         self._best: LoggedStep | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._notes = LoggedStep()
-        self._alive: dict[int, FollowedStorage] = {}
-        self._count = 0
-        self._live = 0
+        self._alive: dict[int, _FollowedStorage] = {}
+        self._count = self._live = self.live_peak = 0
         self._backward = False
-        self.live_peak = 0
 
     def __enter__(self) -> Self:
         self._begin()
@@ -203,55 +181,25 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
             self._best = best
             best.write(self.path)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        start = perf_counter_ns()
-        out = run_operator(func, args, kwargs or {})
-        spent = perf_counter_ns() - start if self._beneath is None else self._beneath.took()
-        if isinstance(out, Tensor):
-            made = [out]
-        elif type(out) in SEQUENCES:
-            made = [item for item in out if isinstance(item, Tensor)]
-        elif out is None:
-            made = []
-        else:
-            return out
-        if made and made[0].is_cuda:
-            torch.cuda.synchronize(made[0].device)
-            spent = perf_counter_ns() - start
+    def ran(self, call: OperatorCall) -> None:
+        """Note an operator."""
         try:
-            self._saw(func, args, kwargs, made, spent)
+            self._note(call)
         except NotImplementedError as error:
             raise RematError(
-                "a tensor without a storage cannot be recorded",
-                found=f"{func} ({error})",
-                expected="strided tensors",
+                f"a tensor without a storage cannot be recorded: {call.func} ({error})",
                 fix="switch sparse gradients off for the recorded step",
             ) from error
-        return out
 
-    def _saw(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        made: list[Tensor],
-        spent: int,
-    ) -> None:
-        signature = self._signatures.get(func)
-        if signature is None:
-            signature = self._signatures[func] = signature_of(func)
+    def _note(self, call: OperatorCall) -> None:
         if not self._backward and torch._C._current_autograd_node() is not None:
             self._backward = True
-            self._notes.events.append(BACKWARD)
-        given: list[Tensor] = []
-        collect_tensors(args, given)
-        if kwargs:
-            collect_tensors(kwargs.values(), given)
+            self._notes.events.append("BACKWARD")
+        signature, made = call.signature, call.made
+        spent = call.nanoseconds if self._beneath is None else self._beneath.took()
         # Everything below is per argument of every operator: hence the plain loop.
         alive, names, keys = self._alive, [], []
-        for tensor in given:
+        for tensor in call.given:
             storage = tensor.untyped_storage()
             key = id(storage)
             followed = alive.get(key)
@@ -265,14 +213,14 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
             keys.append(key)
             names.append(name)
         if signature.writes and signature.training < 0:  # logs tell what schemas do
-            changed = written_storages(signature, args, kwargs or {})
+            changed = written_storages(signature, call.args, call.kwargs)
             if changed:
                 made = [t for t in made if id(t.untyped_storage()) not in changed]
                 if self.in_place == "alias":
                     self._changed(signature.name, names, keys, changed, made, spent)
                     return
                 self._mutated(signature.name, names, keys, changed, spent)
-                spent = 0  # it is told once
+                spent = 0  # it counts once
         if made:
             self._called(signature.name, names, keys, made, spent)
 
@@ -296,9 +244,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
             elif key in keys:
                 self._count = result = self._count + 1
                 shape = view_key(tensor)
-                if followed.views is None:
-                    followed.views = {}
-                elif shape in followed.views:
+                if shape in followed.views:
                     # The same view once more: the newer name stands for both.
                     replaced.append(followed.views[shape])
                 followed.views[shape] = result
@@ -322,7 +268,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         for key, storage in changed.items():
             followed = self._alive[key]
             self._count = new = self._count + 1
-            ended += [followed.root, *(followed.views or {}).values()]
+            ended += [followed.root, *followed.views.values()]
             size = self._bytes_of(storage)
             if size == followed.size:
                 results.append((new, size, keys.index(key)))
@@ -333,7 +279,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 self.live_peak = max(self.live_peak, self._live)
                 self._live -= followed.size
                 followed.size = size
-            followed.root, followed.views = new, None
+            followed.root, followed.views = new, {}
         self._called(name, names, keys, made, spent, results)
         self._notes.events.extend(ended)
 
@@ -347,22 +293,23 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """The whole storage changes: its other names mean what it was before, and end here."""
         args = list(names)
+        ended: list[int] = []
         positions = [keys.index(key) for key in changed]
         for key, at in zip(changed, positions, strict=True):
-            args[at] = self._alive[key].root
-        self._notes.events.append(LoggedMutation(name, tuple(args), tuple(sorted(positions))))
-        self._notes.times.append(spent)
-        for key in changed:
             followed = self._alive[key]
-            self._notes.events.extend((followed.views or {}).values())
-            followed.views = None
+            args[at] = followed.root
+            ended += followed.views.values()
+            followed.views = {}
+        self._notes.events.append(LoggedCall(name, tuple(args), (), tuple(sorted(positions))))
+        self._notes.times.append(spent)
+        self._notes.events.extend(ended)
 
     def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
         self._count = number = self._count + 1
         size = self._bytes_of(storage)
         ref = StorageRef(storage, self._gone)
         ref.key = key
-        self._alive[key] = FollowedStorage(number, size, ref)
+        self._alive[key] = _FollowedStorage(number, size, ref)
         self._live += size
         if self._live > self.live_peak:
             self.live_peak = self._live
@@ -375,9 +322,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         followed = self._alive.pop(ref.key, None)
         if followed is not None:
             self._live -= followed.size
-            self._notes.events.append(followed.root)
-            if followed.views:
-                self._notes.events.extend(followed.views.values())
+            self._notes.events += [followed.root, *followed.views.values()]
 
 
 @_arguments.checked(RematError)

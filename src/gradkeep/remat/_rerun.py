@@ -354,15 +354,3 @@ def sample_of(geometry: Geometry, count: int = _COUNT) -> TensorSample:
 def same_content(left: object, right: object) -> bool:
     """Whether two fingerprints are equal; not-a-number equals itself."""
     return left == right or repr(left) == repr(right)
-
-
-def mask_numbers(tensor: Tensor) -> frozenset[float]:
-    """The numbers of a mask; empty for tensors with more than a few different numbers."""
-    if tensor.requires_grad or tensor.numel() < _COUNT or tensor.dtype.is_complex:
-        return frozenset()
-    with torch._C._DisableTorchDispatch():
-        flat = tensor.detach().reshape(-1)
-        some = torch.unique(flat[:: max(1, flat.numel() // 4096)])
-        if len(some) > 3:
-            return frozenset()
-        return frozenset(some.tolist())

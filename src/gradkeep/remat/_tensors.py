@@ -6,6 +6,7 @@ import functools
 import sys
 import weakref
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 F = TypeVar("F", bound="Callable[..., Any]")
-M = TypeVar("M", bound="QuickDispatchMode")
+M = TypeVar("M", bound="OperatorWatcher")
 
 
 class StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -25,16 +26,6 @@ class StorageRef(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key",)
     key: int
-
-
-@dataclass(slots=True, eq=False)
-class FollowedStorage:
-    """A storage that is alive, and the numbers that its tensors have in the log."""
-
-    root: int
-    size: int
-    ref: StorageRef
-    views: dict[tuple[Any, ...], int] | None = None
 
 
 class Geometry(NamedTuple):
@@ -261,13 +252,68 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
 
 
-class QuickDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that torch does not wrap for its compiler."""
+class OperatorCall(NamedTuple):
+    """An operator that ran."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    signature: OperatorSignature
+    given: list[Tensor]
+    """Tensors among the arguments."""
+    made: list[Tensor]
+    """Tensors among the results."""
+    nanoseconds: int
+
+
+class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that times every operator and passes it to `ran`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._signatures: dict[Any, OperatorSignature] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Otherwise torch wraps every call and loads its compiler at the first: seconds, for nothing.
         return False
+
+    @property
+    def watching(self) -> bool:
+        """Whether operators are passed on."""
+        return True
+
+    def ran(self, call: OperatorCall) -> None:
+        """Note an operator."""
+
+    def signature(self, func: Any) -> OperatorSignature:
+        """Read the schema of an operator, once."""
+        known = self._signatures.get(func)
+        if known is None:
+            known = self._signatures[func] = signature_of(func)
+        return known
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return run_operator(func, args, kwargs)
+        start = perf_counter_ns()
+        out = run_operator(func, args, kwargs)
+        spent = perf_counter_ns() - start
+        made: list[Tensor] = []
+        collect_tensors((out,), made)
+        if made and made[0].is_cuda:
+            torch.cuda.synchronize(made[0].device)
+            spent = perf_counter_ns() - start
+        given: list[Tensor] = []
+        collect_tensors(args, given)
+        if kwargs:
+            collect_tensors(kwargs.values(), given)
+        signature = self.signature(func)
+        self.ran(OperatorCall(func, args, kwargs, signature, given, made, spent))
+        return out
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from gradkeep.compat.dtr.experiments._live import (
 )
 from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.compat.dtr.experiments._trial import TrialWork
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 from gradkeep.errors import RematError
 from gradkeep.remat import chain, read_log, simulate, unlimited_peak
 from gradkeep.remat.simulator._optimal import optimum_point

@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep.store as gs
-from gradkeep.compat.trak._rows import KeptGradients, delete_rows
-from gradkeep.errors import MissingRows, SchemaMismatch
+from gradkeep.compat.trak._rows import RowLog, delete_rows
+from gradkeep.errors import AttributionError, MissingRows, SchemaMismatch
 
 N, K = 12, 3
 
 
 def opened(store, **given):
     given = {"count": N, "dim": K, "half": False, "fingerprints": {}} | given
-    return KeptGradients(store, "rows", **given)
+    return RowLog(store, "rows", **given)
 
 
 def values(ids, by=1.0):
     return by * torch.tensor([[float(i), -i, i * i] for i in ids])
 
 
-class Blind(KeptGradients):
+class Blind(RowLog):
     """Began before the others had ended: sees their files when it meets one."""
 
     looks = 0
@@ -54,9 +54,8 @@ def test_the_first_of_two_writers_wins_and_no_row_is_lost(puts):
     expected = values(order, 1.0) * torch.tensor([first[i] for i in order])[:, None]
     if order:
         assert torch.equal(found.read(np.array(order)), expected)
-    assert found.complete == (len(first) == N)
-    if found.complete:
-        assert found.weights().tolist() == [i * first[i] for i in range(N)]
+    if len(first) == N:
+        assert found.weight.tolist() == [i * first[i] for i in range(N)]
 
 
 @given(st.lists(st.lists(st.integers(0, N - 1), min_size=1, unique=True), max_size=6))
@@ -79,8 +78,7 @@ def test_rows_that_are_not_there_are_not_read(tmp_path):
     kept.put(np.array([3]), values([3]), None)
     with pytest.raises(MissingRows, match="no row 2, 4"):
         kept.read(np.array([2, 3, 4]))
-    with pytest.raises(MissingRows):
-        kept.weights()
+    assert np.isnan(kept.weight[2])
 
 
 def test_half_precision_keeps_large_and_small_rows(tmp_path):
@@ -102,7 +100,7 @@ def test_dropped_and_deleted_rows(tmp_path):
     store = gs.open(tmp_path)
     kept = opened(store)
     kept.put(np.arange(N), values(range(N)), None)
-    kept.drop()
+    kept.clear()
     assert not kept.done.any()
     assert not opened(store).done.any()
     kept.put(np.array([1]), values([1], 5.0), None)
@@ -110,3 +108,25 @@ def test_dropped_and_deleted_rows(tmp_path):
     delete_rows(store, "rows")
     assert store.row_sets() == []
     assert not opened(store, dim=K + 1).done.any()
+
+
+def test_rows_of_the_earlier_layout_are_read_and_completed(tmp_path):
+    store = gs.open(tmp_path / "store")
+    arrays = (
+        gs.Array("rows", "int64", kind="data", ragged=True),
+        gs.Array("grads", shape=(3,), kind="projection", ragged=True),
+        gs.Array("weight", kind="data", ragged=True),
+    )
+    schema = gs.Schema(arrays, rows_per_segment=1, fingerprints={"count": "6"})
+    grads = torch.arange(18.0).reshape(6, 3)
+    earlier = {"rows": np.arange(2, 4), "grads": grads[2:4].numpy(), "weight": np.ones(2, "f4")}
+    store.rows("earlier", schema, num_rows=6).put(2, earlier)
+    log = RowLog(store, "earlier", count=6, dim=3)
+    assert log.done.tolist() == [False, False, True, True, False, False]
+    log.put(np.arange(6), grads, torch.full((6,), 2.0))
+    for reader in (log, RowLog(store, "earlier", count=6, dim=3)):
+        assert reader.done.all()
+        assert torch.equal(reader.read(np.arange(6)), grads)
+        assert reader.weight.tolist() == [2, 2, 1, 1, 2, 2]
+    with pytest.raises(AttributionError):
+        log.assign(np.arange(1), grads[:1])

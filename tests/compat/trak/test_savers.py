@@ -162,7 +162,7 @@ def test_an_assignment_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 def test_a_flipped_byte_of_an_assignment_is_noticed(tmp_path):
     featurized(tmp_path)
-    folder = tmp_path / "store" / "datamodels" / "trak.id_0.assigned.grads" / "rows"
+    folder = tmp_path / "store" / "datamodels" / "trak.id_0.train" / "rows"
     file = next(folder.rglob("0.*"))
     damaged = bytearray(file.read_bytes())
     damaged[-9] ^= 1

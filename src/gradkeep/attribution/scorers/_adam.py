@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kfac import SolvedQueries, layer_by_layer
 from gradkeep.errors import AttributionError
 

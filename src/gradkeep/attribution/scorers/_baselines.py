@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from gradkeep.attribution._method import Method, NoOptions, Scorer
+from gradkeep.attribution._question import Method, NoOptions, Scorer
 from gradkeep.attribution._row_features import column, embeddings
 from gradkeep.curvature import _random
 from gradkeep.errors import AttributionError

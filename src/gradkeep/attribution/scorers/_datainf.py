@@ -9,12 +9,11 @@ import torch
 
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kfac import layer_by_layer
 from gradkeep.curvature._eigen_influence import has_single_position
 from gradkeep.curvature._fisher import DECADES, Damping
 from gradkeep.curvature._row_parts import only_layer, weighted
-from gradkeep.errors import AttributionError
 from gradkeep.factors._outer import Outer
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._sums import Directions
@@ -42,10 +41,7 @@ def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
     asked, train = at.queries(), at.train()
     squared = train.norms(per_layer=True).double().square()
     if not bool((squared > 0).any()):
-        raise AttributionError(
-            f"all gradients of {at.question.train} at {at.place} are zero",
-            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
-        )
+        raise at.all_zero()
     lengths = dict(zip(train.forms, squared.T, strict=True))
     budget = at.question.memory_budget
     limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)

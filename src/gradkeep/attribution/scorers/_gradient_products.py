@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradkeep import query
-from gradkeep.attribution._method import Method, NoOptions, Scorer
+from gradkeep.attribution._question import Method, NoOptions, Scorer
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep import query
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kernel import solved_scores
 from gradkeep.capturing._batches import to_device
 from gradkeep.capturing._readiness import in_mode
@@ -85,10 +85,7 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
     damping = Damping(told.damping, told.absolute_damping)
     added = damping.of(float(train.norms().double().square().mean()) / max(1, space.size))
     if not added > 0:
-        raise AttributionError(
-            f"all gradients of {at.question.train} at {at.place} are zero",
-            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
-        )
+        raise at.all_zero()
     if kind == "fisher":
         budget = at.question.memory_budget
 
@@ -105,7 +102,6 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
             fix="pass model= with the checkpoint's weights and data= with the training batches, "
             "or curvature='fisher'",
         )
-    from gradkeep.attribution.scorers._influence import ReplayedGaussNewton
     from gradkeep.capturing.tasks._tasks import Classification
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"

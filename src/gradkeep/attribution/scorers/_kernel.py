@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import column, features
 from gradkeep.attribution.scorers._gradient_products import products
 from gradkeep.curvature._cholesky import ParameterSolver, WeightedKernel
@@ -85,7 +85,6 @@ def loss_slopes(
         if target == "output":
             raise AttributionError(
                 "scores of outputs need captured outputs: these captures keep losses only",
-                expected="a task with one output per sample, such as gk.Classification()",
                 fix="leave target out",
             )
         return LossSlopes("loss", torch.ones(rows), torch.ones(rows), as_is)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ import torch
 
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._gradient_products import cosines, products
 from gradkeep.curvature._eigen_influence import kept_coordinates, single_position_influence
 from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, bytes_kept, fisher
@@ -130,8 +131,7 @@ def _queries_at_once(budget: int | None, size: int, rows: int) -> int:
     return max(1, limit // 4 // (16 * size + 4 * rows))
 
 
-_DAMPING = 0.3
-_APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronecker product"
+APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronecker product"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,9 @@ class KfacOptions:
     unit_norm: bool = False
     """Of coordinates: whether every row counts alike, whatever the length of its gradient."""
 
-
-def _kfac(at: CheckpointView, options: KfacOptions) -> Scorer:
-    return _prepare_kfac(at, options, corrected=False)
-
-
-def _ekfac(at: CheckpointView, options: KfacOptions) -> Scorer:
-    return _prepare_kfac(at, options, corrected=True)
+    def parsed_damping(self) -> Damping:
+        """The damping of captures that are not whitened."""
+        return Damping.told(0.3 if self.damping is None else self.damping, self.absolute_damping)
 
 
 def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) -> Scorer:
@@ -167,9 +163,7 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
             "rows of one length are known of whitened coordinates only",
             fix="capture with keep='16KiB', or leave unit_norm out",
         )
-    relative = _DAMPING if options.damping is None else options.damping
-    damping = Damping.told(relative, options.absolute_damping)
-    rows = _fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
+    damping, rows = options.parsed_damping(), _fisher_gradients(at, options)
     fit = FisherFit(
         rows,
         corrected=corrected,
@@ -194,9 +188,7 @@ def fisher_solver(
     if all(form.whitened for form in at.train().forms.values()):
         _check_whitened(options)
         return None
-    relative = _DAMPING if options.damping is None else options.damping
-    damping = Damping.told(relative, options.absolute_damping)
-    rows = _fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
+    damping, rows = options.parsed_damping(), _fisher_gradients(at, options)
     budget = at.question.memory_budget
     found = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
     # In double precision: to divide by small eigenvalues makes rounding large.
@@ -207,7 +199,7 @@ def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
     """Products of whitened coordinates: the inverse of the Fisher matrix is in them already."""
     _check_whitened(options)
     found = cosines(at) if options.unit_norm else products(at, "loss")
-    return dataclasses.replace(found, approximate=_APPROXIMATE)
+    return dataclasses.replace(found, approximate=APPROXIMATE)
 
 
 def _check_whitened(options: KfacOptions) -> None:
@@ -220,12 +212,10 @@ def _check_whitened(options: KfacOptions) -> None:
         )
 
 
-def _fisher_gradients(
-    at: CheckpointView, *, kind: Literal["empirical", "sampled"], name: str
-) -> Gradients:
+def _fisher_gradients(at: CheckpointView, options: KfacOptions) -> Gradients:
     """The training rows' own gradients, or those of the capture with drawn labels."""
-    train = at.train()
-    if kind == "empirical":
+    train, name = at.train(), options.fisher_capture
+    if options.fisher == "empirical":
         return train
     question, place = at.question, at.place
     key = CaptureKey(place.checkpoint, question.train, place.run, name)
@@ -257,25 +247,18 @@ KFAC = Method(
     "an eigendecomposition of both sides of every layer, then Q x N products",
     exact=False,
     reference="Martens and Grosse, 2015; Grosse et al., Studying LLM Generalization, 2023",
-    prepare=_kfac,
+    prepare=functools.partial(_prepare_kfac, corrected=False),
     options=KfacOptions,
     layered=True,
     tuned="damping",
     candidates=DECADES,
     whitened=True,
 )
-EKFAC = Method(
-    "ekfac",
-    "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each layer a "
-    "Kronecker product with corrected eigenvalues",
-    "gradients of both splits, kept as factors; of drawn labels for fisher='sampled'",
-    "kfac and a second pass over the training rows",
-    exact=False,
+EKFAC = dataclasses.replace(
+    KFAC,
+    name="ekfac",
+    summary=f"{KFAC.summary} with corrected eigenvalues",
+    cost="kfac and a second pass over the training rows",
     reference="George et al., 2018; Grosse et al., Studying LLM Generalization, 2023",
-    prepare=_ekfac,
-    options=KfacOptions,
-    layered=True,
-    tuned="damping",
-    candidates=DECADES,
-    whitened=True,
+    prepare=functools.partial(_prepare_kfac, corrected=True),
 )

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import KeptRows
 from gradkeep.attribution.scorers._kfac import layer_by_layer
 from gradkeep.curvature._feature_solvers import by_features
 from gradkeep.curvature._fisher import DECADES, Damping
 from gradkeep.curvature._row_parts import only_layer
 from gradkeep.curvature._two_sided import TwoSided, two_sided
-from gradkeep.errors import AttributionError, BudgetError
+from gradkeep.errors import BudgetError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,10 +58,7 @@ def _prepare_logra(at: CheckpointView, options: LograOptions) -> Scorer:
             )
             layers[name] = (solve, asked)
     if not layers:
-        raise AttributionError(
-            f"all gradients of {at.question.train} at {at.place} are zero",
-            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
-        )
+        raise at.all_zero()
 
     def scores(name: str, positions: list[int]) -> Tensor:
         if name not in layers:

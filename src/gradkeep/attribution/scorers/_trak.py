@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution.scorers._kernel import LossSlopes, ScoreTarget, loss_slopes
 from gradkeep.curvature._feature_solvers import by_features, mean_square, relative_damping

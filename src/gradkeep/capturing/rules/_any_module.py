@@ -17,7 +17,7 @@ from gradkeep.capturing.rules._layers import dense_gradients, possible
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +23,7 @@ from gradkeep.factors._tied import Tied, TiedRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm, GradientRows, Parameter
 
@@ -117,14 +118,12 @@ def linear_gradients(
     """All positions of all calls of each sample, one after the other."""
     inputs = [by_sample(call.input, rows, axis) for call in calls]
     suffixes = [by_sample(call.suffix(), rows, axis) for call in calls]
-    d_in, d_out = inputs[0].shape[-1], suffixes[0].shape[-1]
+    d_in, d_out, once = inputs[0].shape[-1], suffixes[0].shape[-1], len(calls) == 1
     xs = [x.reshape(rows, -1, d_in) for x in inputs]
     gs = [g.reshape(rows, -1, d_out) for g in suffixes]
-    x = xs[0] if len(xs) == 1 else torch.cat(xs, 1)
-    g = gs[0] if len(gs) == 1 else torch.cat(gs, 1)
+    x, g = (xs[0], gs[0]) if once else (torch.cat(xs, 1), torch.cat(gs, 1))
     positions = x.shape[1]
-    single = len(calls) == 1 and inputs[0].dim() == 2
-    offsets = None if single else torch.arange(rows + 1) * positions
+    offsets = None if once and inputs[0].dim() == 2 else torch.arange(rows + 1) * positions
     form = Outer(
         parameters,
         prefix=f"{name}.prefix",
@@ -135,7 +134,6 @@ def linear_gradients(
         transposed=is_turned(module),
     )
     kept = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
-    once = len(calls) == 1
     sequence = positions if once and inputs[0].dim() == 3 else None
     return LayerGradients(form, kept, calls[0].original if once else None, sequence)
 
@@ -162,19 +160,15 @@ def convolution_gradients(
     if len(calls) == 1 and axis == "first":
         call = calls[0]
         return _pixels(name, module, parameters, call.input, call.suffix(), call.original)
-    total: torch.Tensor | None = None
+    gradients = []
     for call in calls:
         images, suffixes = by_sample(call.input, rows, axis), by_sample(call.suffix(), rows, axis)
         if axis == "first":
             images, suffixes = images.unsqueeze(1), suffixes.unsqueeze(1)
-        for position in range(images.shape[1]):
-            one = _pixels(
-                name, module, parameters, images[:, position], suffixes[:, position], None
-            )
-            gradient = one.form.restore(one.rows)
-            total = gradient if total is None else total + gradient
-    assert total is not None
-    return dense_gradients(name, parameters, total)
+        for image, suffix in zip(images.unbind(1), suffixes.unbind(1), strict=True):
+            one = _pixels(name, module, parameters, image, suffix, None)
+            gradients.append(one.form.restore(one.rows))
+    return dense_gradients(name, parameters, functools.reduce(torch.add, gradients))
 
 
 def _pixels(
@@ -320,54 +314,23 @@ def norm_gradients(
     axis: SampleAxis,
 ) -> LayerGradients:
     """The summed gradients of scale and shift over all positions of all calls."""
-    total: torch.Tensor | None = None
+    gradients = []
     for call in calls:
-        g = call.suffix()
-        parts = _both_at_once(module, parameters, call.input, g) if axis == "first" else []
-        for parameter in parameters if not parts else ():
+        g, parts = call.suffix(), []
+        for parameter in parameters:
             term = g
             if not parameter.name.endswith("bias"):
                 # In place: this is made where a backward pass has the least room.
                 term = _normalised(module, call.input.to(g.dtype)).mul_(g)
+            term = by_sample(term, rows, axis)
             if isinstance(module, nn.LayerNorm) or _is_rms(module):
                 # The parameter has the shape of the last dimensions.
-                kept = by_sample(term, rows, axis).reshape(rows, -1, parameter.size)
-                parts.append(kept.sum(1))
+                parts.append(term.reshape(rows, -1, parameter.size).sum(1))
             else:
-                channels = by_sample(term, rows, axis)
-                if axis != "first":
-                    channels = channels.transpose(1, 2)
+                channels = term if axis == "first" else term.transpose(1, 2)
                 parts.append(channels.reshape(rows, parameter.size, -1).sum(2))
-        gradient = torch.cat(parts, 1)
-        total = gradient if total is None else total + gradient
-    assert total is not None
-    return dense_gradients(name, parameters, total)
-
-
-def _both_at_once(
-    module: Any, parameters: tuple[Parameter, ...], x: torch.Tensor, g: torch.Tensor
-) -> list[torch.Tensor]:
-    """Of images of a batch normalisation, in one pass by torch's own kernel; none where it cannot.
-
-    Every channel of every row is a channel of one image that has them all.
-    """
-    if not (isinstance(module, _BATCH) and x.dim() > 2 and len(x)):
-        return []
-    if (
-        x.dtype != g.dtype
-        or x.dtype not in (torch.float32, torch.float64)
-        or x.device.type != "cpu"
-    ):
-        return []
-    rows = len(x)
-    statistics: list[Any] = [module.running_mean, module.running_var]
-    both = torch.ops.aten.native_batch_norm_backward(
-        *(part.reshape(1, -1, *part.shape[2:]) for part in (g, x)),
-        None,
-        *(one.to(x.dtype).repeat(rows) for one in statistics),
-        *(None, None, False, module.eps, [False, True, True]),
-    )
-    return [both[2 if p.name.endswith("bias") else 1].view(rows, -1) for p in parameters]
+        gradients.append(torch.cat(parts, 1))
+    return dense_gradients(name, parameters, functools.reduce(torch.add, gradients))
 
 
 def norm_terms(

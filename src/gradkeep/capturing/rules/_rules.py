@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
 
 DENSE_RULES = ("module", "one by one", "whole")

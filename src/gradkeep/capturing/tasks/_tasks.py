@@ -143,7 +143,6 @@ def _called(model: nn.Module, inputs: Any) -> Any:
             "the model does not take what the batch holds",
             found=f"{', '.join(map(str, inputs))} for {type(model).__name__}"
             f"{inspect.signature(model.forward)}",
-            expected="the names of its arguments, or a single input",
             fix="rename or remove entries in the collate function, keep them aside with columns=, or "
             "subclass gk.Task",
         )
@@ -179,7 +178,6 @@ def logits_of(answer: Any) -> torch.Tensor:
         raise CaptureError(
             "the model's answer holds no logits",
             found=type(answer).__name__,
-            expected="a tensor, or something with .logits",
             fix="subclass gk.Task and give losses(model, batch) -> [B]",
         )
     return found
@@ -309,7 +307,6 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
         raise CaptureError(
             "classification needs one row of logits and one label per sample",
             found=f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)}",
-            expected="logits [B, C], labels [B]",
             fix="use gk.LanguageModelling for sequences, or subclass gk.Task",
         )
     if labels.dtype.is_floating_point:

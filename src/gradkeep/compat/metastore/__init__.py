@@ -7,15 +7,14 @@ from gradkeep.compat.metastore._blocks import unwrap
 
 if TYPE_CHECKING:
     from gradkeep.compat.metastore._models import Customized_Bert_Model
-    from gradkeep.data.architectures._convolutional import VGG16
-    from gradkeep.data.architectures._resnets import ResNet50
+    from gradkeep.data._image_models import VGG16, ResNet50
 else:  # the classes need torch; a type checker would take every name for one that may exist
     __getattr__ = lazy_names(
         __name__,
         {
             "Customized_Bert_Model": "gradkeep.compat.metastore._models",
-            "ResNet50": "gradkeep.data.architectures._resnets",
-            "VGG16": "gradkeep.data.architectures._convolutional",
+            "ResNet50": "gradkeep.data._image_models",
+            "VGG16": "gradkeep.data._image_models",
         },
     )
 

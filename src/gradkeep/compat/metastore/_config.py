@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from gradkeep import _arguments
 from gradkeep._arguments import shown
-from gradkeep.compat.metastore._blocks import ConfigBlock, read_yaml
 from gradkeep.errors import CaptureError
 
 METHODS = ("naive", "ted", "half", "recon")
@@ -22,6 +24,81 @@ _ENCODINGS = {
     "float32": "plain",
 }
 _HIDDEN = 768
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, pattern="^[^\\0]*$")]
+_Names = Annotated[tuple[_Text, ...], msgspec.Meta(min_length=1)]
+_LayerTypes = Annotated[tuple[Literal["linear", "conv2d"], ...], msgspec.Meta(min_length=1)]
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_CountOrZero = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class _Quant(msgspec.Struct, forbid_unknown_fields=True):
+    use_quant: bool = False
+    quant_float_precision: Literal[
+        "torch.float16", "torch.quint8", "torch.qint8", "torch.qint32", "float32"
+    ] = "float32"
+
+
+class _Io(msgspec.Struct, forbid_unknown_fields=True):
+    max_store_batch_size: _Count = 100
+    store_batch_size: _Count | None = None  # the README calls the key by this name
+    loader_max_batch_size: Any = None
+    gpu_memory_threshold: _Share = 0.02
+    gpu_memory_cache_threshold: _Share | None = None
+
+
+class _System(msgspec.Struct, forbid_unknown_fields=True):
+    """Literals with one value: MetaStore passes over other values in silence."""
+
+    out_dir_base: _Text = "."
+    out_result_dir: Any = None
+    out_meta_result_dir: Any = None
+    artifacts_store_base: _Text = "./artifacts/"
+    valid_methods: _Names = METHODS
+    valid_layer_types: _LayerTypes = ("linear", "conv2d")
+    method: Any = None
+    operator_type: Any = None
+    device: Literal["cuda", "cpu"] = "cuda"
+    collect_artifacts: bool = True
+    quant: _Quant | None = None
+    float_precision: Literal["float32"] = "float32"
+    io: _Io | None = None
+    random_seed: _CountOrZero = 1
+    num_query: Any = None
+
+
+class _TargetModel(msgspec.Struct, forbid_unknown_fields=True):
+    """`sizes` and `vocab_file` are ours, the other keys MetaStore's."""
+
+    target_layers: _Names
+    model_name: _Text | None = None
+    target_epoch: _CountOrZero = 2
+    trainer_path_path: Any = None
+    trainer_file_path: Any = None
+    checkpoint_path: _Text | msgspec.UnsetType | None = msgspec.UNSET
+    optimizer: Any = None
+    loss_func: Literal["cross_entropy"] = "cross_entropy"
+    lr: Any = None
+    momentum: Any = None
+    weight_decay: Any = None
+    sizes: dict[str, Any] | None = None
+    vocab_file: _Text | None = None
+
+
+class _Data(msgspec.Struct, forbid_unknown_fields=True):
+    data_name: _Text | None = None
+    data_dir: _Text | None = None
+    train_file: _Text | None = None
+    dev_file: _Text | None = None
+    test_file: _Text | None = None
+    unlabeled_file: _Text | None = None
+    data_loader: Any = None
+    num_analyzed_samples: Any = None
+    batch_size: _Count = 100
+
+
+Block = TypeVar("Block", bound=msgspec.Struct)
 _LEAST_MEMORY = 256 << 20
 OWN_CHECKPOINTS = {
     "vgg16": "models/vgg16_models/cifar10_state_dict_finetune_{}.pth",
@@ -119,71 +196,99 @@ def read(
     weights_only: bool = True,
 ) -> MetaStoreExperiment:
     """The experiment that a file and the flags describe; what is missing or wrong is named."""
-    content = read_yaml(path)
-    system = ConfigBlock.checked(path, "system", _block(content, "system", path), "system")
-    model = _named(_block(content, "target_model", path), target_model, "target_model", path)
-    source = _named(_block(content, "data", path), data, "data", path)
-    if method not in system.texts("valid_methods", METHODS) or method not in METHODS:
+    content = _read_yaml(path)
+    blocks = {name: _mapping(content, name, path) for name in ("system", "target_model", "data")}
+    model_values = _named(blocks["target_model"], target_model, "target_model", path)
+    data_values = _named(blocks["data"], data, "data", path)
+    system = _validated(path, "system", blocks["system"], _System)
+    where = f"target_model.{target_model}"
+    model = _validated(path, where, model_values, _TargetModel)
+    source = _validated(path, f"data.{data}", data_values, _Data)
+    if method not in system.valid_methods or method not in METHODS:
         raise CaptureError(f"no method {method!r}", path=path, expected=", ".join(METHODS))
     for flag, value in (("num_analyzed_samples", num_analyzed_samples), ("num_query", num_query)):
         if value < 1:
             raise CaptureError(f"--{flag} must be at least 1", found=value, fix=f"--{flag} 1")
     chosen = None if test_indices is None else parse_indices(test_indices)
-    _refuse_what_is_not_done(system, model)
-    quant, io = system.inner("quant"), system.inner("io")
+    quant, io = system.quant or _Quant(), system.io or _Io()
     folder = WorkingFolder.of(Path(path))
-    epoch = model.count("target_epoch", 2, least=0)
-    sizes = _sizes(model)
-    model_name = model.text("model_name", target_model)
-    checkpoint = _checkpoint(model, model_name, folder, epoch, sizes)
+    sizes = model.sizes or {}
+    if sizes.get("pooler"):
+        raise CaptureError(
+            f"{where}.sizes.pooler: MetaStore's Bert has none, it reads [CLS] itself",
+            path=path,
+            fix="take pooler out; the pooler's weights in a checkpoint are passed over",
+        )
+    model_name = model.model_name or target_model
+    checkpoint = _checkpoint(where, model, model_name, folder)
     beside = folder.current / "models" if checkpoint is None else checkpoint.parent
+    memory_share = io.gpu_memory_cache_threshold or io.gpu_memory_threshold
+    files = {
+        key: getattr(source, key)
+        for key in ("data_dir", "train_file", "dev_file", "test_file", "unlabeled_file")
+    }
     return MetaStoreExperiment(
         config=Path(path),
         folder=folder,
         method=method,
         model_name=model_name,
-        data_name=source.text("data_name", data),
-        target_layers=model.texts("target_layers"),
-        valid_layer_types=system.texts("valid_layer_types", ("linear", "conv2d")),
+        data_name=source.data_name or data,
+        target_layers=model.target_layers,
+        valid_layer_types=system.valid_layer_types,
         num_analyzed_samples=num_analyzed_samples,
         num_query=num_query if chosen is None else len(chosen),
         test_indices=chosen,
-        batch_size=min(source.count("batch_size", 100), _store_batch(io)),
-        artifacts=folder.current / system.text("artifacts_store_base", "./artifacts/"),
+        batch_size=min(source.batch_size, io.store_batch_size or io.max_store_batch_size),
+        artifacts=folder.current / system.artifacts_store_base,
         # Joined as text: its own default, "/output/result", was taken for the root of the disk.
-        logs=folder.current / system.text("out_dir_base", ".") / "log",
+        logs=folder.current / system.out_dir_base / "log",
         name=_name(name),
-        collect=system.flag("collect_artifacts", default=True),
+        collect=system.collect_artifacts,
         weights_only=weights_only,
-        encoding=_encoding(quant),
-        memory_budget=max(_LEAST_MEMORY, int(_memory_share(io) * _free_memory())),
-        target_epoch=epoch,
+        encoding=_ENCODINGS[quant.quant_float_precision] if quant.use_quant else "plain",
+        memory_budget=max(_LEAST_MEMORY, int(memory_share * _free_memory())),
+        target_epoch=model.target_epoch,
         checkpoint=checkpoint,
-        vocabulary=folder.find(model.text("vocab_file", str(beside / "vocab.txt"))),
-        files={
-            key: source.text(key, "")
-            for key in ("data_dir", "train_file", "dev_file", "test_file", "unlabeled_file")
-            if source.values.get(key) is not None
-        },
+        vocabulary=folder.find(model.vocab_file or str(beside / "vocab.txt")),
+        files={key: value for key, value in files.items() if value is not None},
         sizes=sizes,
-        device=system.word("device", "cuda", ("cuda", "cpu"), fix="write device: cuda or cpu"),
-        seed=system.count("random_seed", 1, least=0),
+        device=system.device,
+        seed=system.random_seed,
         merged={
-            "system": {**system.values, "method": method, "num_query": num_query},
-            "target_model": dict(model.values),
-            "data": {**source.values, "num_analyzed_samples": num_analyzed_samples},
+            "system": {**blocks["system"], "method": method, "num_query": num_query},
+            "target_model": dict(model_values),
+            "data": {**data_values, "num_analyzed_samples": num_analyzed_samples},
         },
     )
 
 
-def _block(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+def _read_yaml(path: str) -> Mapping[str, Any]:
+    import yaml
+
+    if not Path(path).is_file():
+        raise CaptureError("there is no such configuration", path=path, fix="pass --config FILE")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        found = " ".join(str(error).split())[:300]
+        raise CaptureError(
+            "this is not YAML", path=path, found=found, fix="correct the file"
+        ) from None
+    if not isinstance(content, Mapping):
+        raise CaptureError(
+            "a configuration is a mapping", path=path, expected="system, target_model, data"
+        )
+    return content
+
+
+def _mapping(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
     found = content.get(name)
     if not isinstance(found, Mapping):
         raise CaptureError(f"no block {name!r}", path=path, expected="system, target_model, data")
     return found
 
 
-def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> ConfigBlock:
+def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> Mapping[str, Any]:
     found = block.get(name)
     if not isinstance(found, Mapping):
         raise CaptureError(
@@ -192,81 +297,45 @@ def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> ConfigB
             expected=", ".join(map(str, block)),
             fix=f"pass --{what} with one of them, or add the block",
         )
-    return ConfigBlock.checked(path, f"{what}.{name}", found, what)
+    return found
 
 
-def _refuse_what_is_not_done(system: ConfigBlock, model: ConfigBlock) -> None:
-    """Values that nothing here acts upon: MetaStore passes over them in silence."""
-    system.word("float_precision", "float32", ("float32",), fix="for fewer bytes see system.quant")
-    model.word("loss_func", "cross_entropy", ("cross_entropy",), fix="use gk.capture with a task")
-    for kind in system.texts("valid_layer_types", ("linear", "conv2d")):
-        if kind not in ("linear", "conv2d"):
-            raise system.refused(
-                "valid_layer_types", expected="linear, conv2d", fix="use gk.capture for others"
-            )
-
-
-def _sizes(model: ConfigBlock) -> Mapping[str, Any]:
-    sizes = model.values.get("sizes") or {}
-    if not isinstance(sizes, Mapping) or not all(isinstance(key, str) for key in sizes):
-        raise model.refused("sizes", expected="a mapping of sizes", fix="for example {width: 8}")
-    if sizes.get("pooler"):
+def _validated(path: str, where: str, values: Mapping[str, Any], kind: type[Block]) -> Block:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        unknown = re.search(r"unknown field `(.+?)`", str(error))
+        near = difflib.get_close_matches(unknown[1], kind.__struct_fields__, 1) if unknown else []
         raise CaptureError(
-            f"{model.where}.sizes.pooler: MetaStore's Bert has none, it reads [CLS] itself",
-            path=model.path,
-            fix="take pooler out; the pooler's weights in a checkpoint are passed over",
-        )
-    return sizes
+            f"{where}: {error}".replace("`$", f"`{where}"),
+            path=path,
+            fix=f"did you mean {near[0]}?" if near else "correct the value, or take the key out",
+        ) from None
 
 
 def _checkpoint(
-    model: ConfigBlock,
-    model_name: str,
-    folder: WorkingFolder,
-    epoch: int,
-    sizes: Mapping[str, Any],
+    where: str, model: _TargetModel, model_name: str, folder: WorkingFolder
 ) -> Path | None:
     """The file of the epoch: where the key says, or else where MetaStore's program looks."""
     own = OWN_CHECKPOINTS.get(model_name.lower())
-    template = model.values.get("checkpoint_path", own)
+    template = (
+        own if isinstance(model.checkpoint_path, msgspec.UnsetType) else model.checkpoint_path
+    )
     if template is None:
         return None
+    epoch, width = model.target_epoch, (model.sizes or {}).get("dim", _HIDDEN)
     try:
-        named = str(template).format(epoch, sizes.get("dim", _HIDDEN))
+        named = template.format(epoch, width)
     except (IndexError, KeyError, ValueError, AttributeError):
-        raise model.refused(
-            "checkpoint_path",
+        raise CaptureError(
+            f"{where}.checkpoint_path cannot be {shown(template)}",
             expected="a template with {} for the epoch and, after it, {} for the hidden size",
             fix=f"for example {own!r}",
         ) from None
-    _arguments.file_path(f"{model.where}.checkpoint_path", named, error=CaptureError)
+    _arguments.file_path(f"{where}.checkpoint_path", named, error=CaptureError)
     place = folder.find(named)
-    usual = place if own is None else folder.find(own.format(epoch, sizes.get("dim", _HIDDEN)))
+    usual = place if own is None else folder.find(own.format(epoch, width))
     return usual if not place.exists() and usual.exists() else place
-
-
-def _store_batch(io: ConfigBlock) -> int:
-    """How many rows may wait to be stored; the README calls the key by its second name."""
-    if "store_batch_size" in io.values:
-        return io.count("store_batch_size", 100)
-    return io.count("max_store_batch_size", 100)
-
-
-def _memory_share(io: ConfigBlock) -> float:
-    key = "gpu_memory_cache_threshold"
-    return io.share(key if key in io.values else "gpu_memory_threshold", 0.02)
-
-
-def _encoding(quant: ConfigBlock) -> str:
-    if not quant.flag("use_quant", default=False):
-        return "plain"
-    precision = quant.word(
-        "quant_float_precision",
-        "float32",
-        tuple(_ENCODINGS),
-        fix="write one of them, or use_quant: false",
-    )
-    return _ENCODINGS[precision]
 
 
 def _name(name: str | None) -> str | None:

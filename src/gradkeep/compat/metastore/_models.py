@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import gradkeep as gk
 from gradkeep.capturing._weights import load_weights, put_weights
 from gradkeep.data import model
-from gradkeep.data.architectures._transformers import BertClassifier
+from gradkeep.data._transformers import BertClassifier
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from gradkeep.compat.trak._features import Ridge, features_of
+from gradkeep.compat.trak._rows import RowLog
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gradkeep.compat.trak._rows import AssignedRows, OverlaidRows
     from gradkeep.compat.trak._store_saver import MmapSaver
-    from gradkeep.compat.trak._stored_sets import ModelRows
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -168,14 +167,15 @@ class CurrentArrays(MutableMapping[str, Any]):
 
 def source_of(saver: MmapSaver, name: str) -> CellSource | None:
     """Where an array of the current model id is; None if it was deleted or never begun."""
-    if saver.current_model_id is None:
+    model_id = saver.current_model_id
+    if model_id is None:
         return None
-    model = saver.sets.model(saver.current_model_id)
+    model = saver.sets.model(model_id)
     model.refresh()
     match name:
         case "grads":
-            deleted = saver.finalized(saver.current_model_id) and not model.grads.there.any()
-            return None if deleted else _overlaid(saver, name, model.grads)
+            deleted = saver.finalized(model_id) and not model.there.any()
+            return None if deleted else _gradients(saver, name, model)
         case "out_to_loss":
             return _weights(saver, model)
         case "is_featurized":
@@ -185,44 +185,62 @@ def source_of(saver: MmapSaver, name: str) -> CellSource | None:
     exp_name, _, kind = name.rpartition("_")
     if kind == "scores":
         return _scores(saver, exp_name)
-    if not saver.sets.has_targets(exp_name, saver.current_model_id):
+    if not saver.sets.has_targets(exp_name, model_id):
         return None
     count = int(saver.experiments[exp_name]["num_targets"])
-    return _overlaid(saver, name, saver.sets.targets(exp_name, saver.current_model_id, count))
+    return _gradients(saver, name, saver.sets.targets(exp_name, model_id, count))
 
 
-def _overlaid(saver: MmapSaver, name: str, rows: OverlaidRows) -> CellSource:
-    def fill(cells: Any) -> None:
-        there = np.flatnonzero(rows.there)
-        cells[there] = rows.read(there).numpy()
-
-    return CellSource(
-        (rows.count, rows.dim),
-        rows.version,
-        fill,
-        _assigning(saver, name, rows.assigned, lambda: rows.version),
-    )
-
-
-def _weights(saver: MmapSaver, model: ModelRows) -> CellSource:
-    assert saver.current_model_id is not None
-    final = saver.finalized(saver.current_model_id)
-    if final is None or isinstance(final, Ridge) or model.weights.there.any():
-        return _overlaid(saver, "out_to_loss", model.weights)
+def _gradients(
+    saver: MmapSaver,
+    name: str,
+    log: RowLog,
+    below: Callable[[Any], None] | None = None,
+    of: Any = 0,
+) -> CellSource:
+    """The gradients in a log; `below` fills in what lies under them, and `of` is its version."""
 
     def fill(cells: Any) -> None:
-        cells[:, 0] = final.weights().numpy()
+        if below is not None:
+            below(cells)
+        there = np.flatnonzero(log.there)
+        cells[there] = log.read(there).numpy()
+
+    def version() -> object:
+        return of, log.versions["grads"]
+
+    model_id = saver.current_model_id
 
     def assign(ids: Ids, values: Any) -> None:
-        raise AttributionError(
-            "the gradients of this model id were deleted: its weights cannot be changed",
-            fix="register_model_id(ID, True) begins it anew",
-        )
+        before, count = version(), log.versions["grads"]
+        log.assign(ids, values)
+        if log.versions["grads"] == count + 1:  # else other processes assigned too
+            saver.current_store.seen(model_id, name, before, version())
 
-    return CellSource((model.kept.count, 1), "deleted", fill, assign)
+    return CellSource((log.count, log.dim), version(), fill, assign)
 
 
-def _flags(saver: MmapSaver, model: ModelRows) -> CellSource:
+def _weights(saver: MmapSaver, model: RowLog) -> CellSource:
+    final = saver.finalized(saver.current_model_id or 0)
+    deleted = isinstance(final, RowLog) and not model.there.any()
+    weight = final.weight if deleted and isinstance(final, RowLog) else model.weight
+
+    def fill(cells: Any) -> None:
+        cells[:, 0] = weight
+
+    def assign(ids: Ids, values: Any) -> None:
+        if deleted:
+            raise AttributionError(
+                "the gradients of this model id were deleted: its weights cannot be changed",
+                fix="register_model_id(ID, True) begins it anew",
+            )
+        model.assign(ids, values, column="weight")
+
+    version = (deleted, model.versions["weight"])
+    return CellSource((model.count, 1), version, fill, assign)
+
+
+def _flags(saver: MmapSaver, model: RowLog) -> CellSource:
     final = saver.finalized(saver.current_model_id or 0) is not None
 
     def fill(cells: Any) -> None:
@@ -236,34 +254,24 @@ def _flags(saver: MmapSaver, model: ModelRows) -> CellSource:
             )
         model.flag(ids, values)
 
-    version = (*model.version, final)
-    return CellSource((model.kept.count, 1), version, fill, assign, np.int32)
+    version = (model.versions["flag"], final)
+    return CellSource((model.count, 1), version, fill, assign, np.int32)
 
 
-def _features(saver: MmapSaver, model: ModelRows) -> CellSource | None:
-    assert saver.current_model_id is not None
-    number = len(saver.sets.finals(saver.current_model_id).done())
-    final, assigned = saver.finalized(saver.current_model_id), model.features
+def _features(saver: MmapSaver, model: RowLog) -> CellSource:
+    model_id = saver.current_model_id or 0
+    final, assigned = saver.finalized(model_id), saver.sets.assigned_features(model_id)
+    assigned.refresh()
 
-    def fill(cells: Any) -> None:
-        assert saver.current_model_id is not None
+    def below(cells: Any) -> None:
         if isinstance(final, Ridge):
-            for ids, part in features_of(saver.train(saver.current_model_id), final):
+            for ids, part in features_of(saver.train(model_id), final):
                 cells[ids] = part.numpy()
         elif final is not None:
             cells[:] = final.read(np.arange(final.count)).numpy()
-        there = np.flatnonzero(assigned.there)
-        cells[there] = assigned.read(there).numpy()
 
-    def version() -> object:
-        return number, model.grads.version, assigned.version
-
-    return CellSource(
-        (model.kept.count, model.kept.dim),
-        version(),
-        fill,
-        _assigning(saver, "features", assigned, version),
-    )
+    of = (len(saver.sets.finals(model_id).done()), model.versions["grads"])
+    return _gradients(saver, "features", assigned, below, of)
 
 
 def _scores(saver: MmapSaver, exp_name: str) -> CellSource:
@@ -272,32 +280,8 @@ def _scores(saver: MmapSaver, exp_name: str) -> CellSource:
     assigned.refresh()
     number = files.finalized(exp_name)
 
-    def fill(cells: Any) -> None:
+    def below(cells: Any) -> None:
         if number:
             cells[:] = files.read(exp_name)
-        there = np.flatnonzero(assigned.there)
-        cells[there] = assigned.read(there).numpy()
 
-    def version() -> object:
-        return number, assigned.version
-
-    return CellSource(
-        (saver.train_set_size, targets),
-        version(),
-        fill,
-        _assigning(saver, f"{exp_name}_scores", assigned, version),
-    )
-
-
-def _assigning(
-    saver: MmapSaver, name: str, assigned: AssignedRows, version: Callable[[], object]
-) -> Callable[[Ids, Any], None]:
-    model_id = saver.current_model_id
-
-    def assign(ids: Ids, values: Any) -> None:
-        before, count = version(), assigned.version
-        assigned.assign(ids, values)
-        if assigned.version == count + 1:  # else other processes assigned too
-            saver.current_store.seen(model_id, name, before, version())
-
-    return assign
+    return _gradients(saver, f"{exp_name}_scores", assigned, below, number)

@@ -21,7 +21,7 @@ from gradkeep.compat.trak._abstract_saver import (
 )
 from gradkeep.compat.trak._current_arrays import CurrentArrays
 from gradkeep.compat.trak._features import Ridge, features_of
-from gradkeep.compat.trak._rows import KeptGradients
+from gradkeep.compat.trak._rows import RowLog
 from gradkeep.compat.trak._stored_sets import FINALIZATIONS, ScoreFiles, StoredSets, score_schema
 from gradkeep.compat.trak.projectors import SKETCHES
 from gradkeep.errors import AttributionError, SchemaMismatch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.compat.trak._abstract_saver import Ids, Mask
-    from gradkeep.compat.trak._rows import OverlaidRows
     from gradkeep.curvature._feature_solvers import StreamedRows
 
 _SHARED = ("JL dimension", "JL matrix type", "train set size")
@@ -110,7 +109,7 @@ class MmapSaver(AbstractSaver):
             elif found := _EXP.fullmatch(name):
                 rows = self.store.rows(name)
                 self._know(found[1], int(str(rows.schema.fingerprints["num_targets"])))
-        self.sets.look()
+        self.sets.refresh()
         for model_id, state in self.model_ids.items():
             state["is_featurized"] = int(self.is_finalized(model_id) or self._done(model_id).all())
 
@@ -182,7 +181,7 @@ class MmapSaver(AbstractSaver):
     def save_scores(self, exp_name: str) -> None:
         """Commit scores that were assigned; those of `finalize_scores` are committed already."""
         targets = int(self.experiments[exp_name]["num_targets"])
-        if self.score_files.assigned(exp_name, targets).version:
+        if self.score_files.assigned(exp_name, targets).there.any():
             self.score_files.commit_assigned(exp_name, targets)
         elif not self.score_files.finalized(exp_name):
             raise AttributionError(
@@ -198,14 +197,12 @@ class MmapSaver(AbstractSaver):
         """
         if target:
             assert self.current_experiment_name is not None
-            targets = self._targets(self.current_experiment_name, model_id)
-            targets.assigned.clear()
-            targets.kept.drop()
+            self._targets(self.current_experiment_name, model_id).clear()
             return
         found = self.finalized(model_id)
         if isinstance(found, Ridge):
             self.finalize(model_id, found, features_of(self.train(model_id), found))
-        self.sets.model(model_id).drop()
+        self.sets.model(model_id).clear()
         self.model_ids[model_id]["is_featurized"] = int(self._done(model_id).all())
 
     # What TRAKer asks for.
@@ -239,7 +236,7 @@ class MmapSaver(AbstractSaver):
     def train(self, model_id: int) -> StreamedRows:
         """The projected gradients of the training rows."""
         model = self.sets.model(model_id)
-        model.look(self.store.row_sets())
+        model.refresh()
         done = model.done
         if not done.all():
             if self.finalized(model_id) is not None:
@@ -248,16 +245,15 @@ class MmapSaver(AbstractSaver):
                 f"Model ID {model_id} not fully featurized, not ready for finalizing: "
                 f"{int(done.sum())} of {len(done)} rows are there"
             )
-        return model.kept if model.plain else model.grads
+        return model
 
     def train_weights(self, model_id: int) -> Any:
         """The weights of the training rows `[n]`."""
         found = self.finalized(model_id)
-        if isinstance(found, KeptGradients):
-            return found.weights().numpy()
+        if isinstance(found, RowLog):
+            return found.weight
         self.train(model_id)
-        rows = np.arange(self.train_set_size)
-        return self.sets.model(model_id).weights.read(rows)[:, 0].numpy()
+        return self.sets.model(model_id).weight
 
     def finalize(
         self, model_id: int, ridge: Ridge, features: Iterator[tuple[Ids, Tensor]] | None
@@ -275,7 +271,7 @@ class MmapSaver(AbstractSaver):
         absolute = np.nan if ridge.absolute is None else ridge.absolute
         row = {"lambda_reg": absolute, "features": int(features is not None)}
         finals.put(number, row, differing="keep")
-        self.sets.model(model_id).features.clear()
+        self.sets.assigned_features(model_id).clear()
         self.model_ids[model_id]["is_finalized"] = 1
         before = self.current_model_id
         self.current_model_id = model_id
@@ -289,7 +285,7 @@ class MmapSaver(AbstractSaver):
         state["is_finalized"] = state["is_finalized"] or int(self.finalized(model_id) is not None)
         return bool(state["is_finalized"])
 
-    def finalized(self, model_id: int) -> Ridge | KeptGradients | None:
+    def finalized(self, model_id: int) -> Ridge | RowLog | None:
         """With which ridge a model id was finalized, or its features; None if it is not."""
         finals = self.sets.finals(model_id)
         numbers = finals.done()
@@ -315,11 +311,7 @@ class MmapSaver(AbstractSaver):
         """Keep projected gradients of targets; returns when they are durable."""
         assert self.current_experiment_name is not None
         assert self.current_model_id is not None
-        targets = self._targets(self.current_experiment_name, self.current_model_id)
-        if targets.assigned.version:  # what is assigned goes before what is put
-            targets.assigned.assign(ids, grads.detach().cpu().numpy())
-        else:
-            targets.kept.put(ids, grads, None)
+        self._targets(self.current_experiment_name, self.current_model_id).put(ids, grads, None)
 
     def targets_done(self) -> Mask:
         """Which targets of the current experiment and model id are there `[m]`."""
@@ -336,11 +328,11 @@ class MmapSaver(AbstractSaver):
             count = self.experiments[exp_name]["num_targets"]
             raise MissingTargets(exp_name, model_id, list(range(count)))
         targets = self._targets(exp_name, model_id)
-        targets.kept.refresh()
+        targets.refresh()
         missing = targets.missing()
         if len(missing):
             raise MissingTargets(exp_name, model_id, missing.tolist())
-        return targets if targets.assigned.version else targets.kept
+        return targets
 
     def put_scores(self, exp_name: str, made: Any) -> Any:
         """Fill and commit the scores `[n, m]` with what `made` writes; gives them to read."""
@@ -362,8 +354,8 @@ class MmapSaver(AbstractSaver):
 
     def _finalize_assigned(self, model_id: int) -> None:
         """Keep the features that a script assigned before it said that the id is finalized."""
-        assigned = self.sets.model(model_id).features
-        if not assigned.version and self.finalized(model_id) is not None:
+        assigned = self.sets.assigned_features(model_id)
+        if not assigned.there.any() and self.finalized(model_id) is not None:
             return
         self.model_ids[model_id]["is_finalized"] = 0  # until it is true
         rows = np.flatnonzero(assigned.there)
@@ -376,12 +368,12 @@ class MmapSaver(AbstractSaver):
             )
         self.finalize(model_id, Ridge(), iter([(rows, assigned.read(rows))]))
 
-    def _targets(self, exp_name: str, model_id: int) -> OverlaidRows:
+    def _targets(self, exp_name: str, model_id: int) -> RowLog:
         return self.sets.targets(exp_name, model_id, int(self.experiments[exp_name]["num_targets"]))
 
     def _expected(self, model_id: int) -> str | None:
         """The weights that a model id must have; None if it was registered without any."""
-        return self._weights if self.sets.model(model_id).kept.mark else None
+        return self._weights if self.sets.model(model_id).mark else None
 
     def _know(self, exp_name: str, num_targets: int) -> None:
         self.experiments[exp_name] = {

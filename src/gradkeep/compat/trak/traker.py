@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.compat.trak._abstract_saver import Results, checked_experiment, checked_model_id
+from gradkeep.compat.trak._abstract_saver import checked_experiment, checked_model_id
 from gradkeep.compat.trak._features import (
     Ridge,
     add_features,
@@ -156,7 +156,7 @@ class TRAKer:
             logging_level=logging_level,
             use_half_precision=use_half_precision,
         )
-        self._results: Results = (
+        self._results: MmapSaver | SaverArrays = (
             self.saver
             if isinstance(self.saver, MmapSaver)
             else SaverArrays(self.saver, self.dtype, self.train_set_size)

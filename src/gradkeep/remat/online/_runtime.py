@@ -33,11 +33,10 @@ from gradkeep.remat._rerun import (
 )
 from gradkeep.remat._tensors import (
     Geometry,
-    QuickDispatchMode,
+    OperatorWatcher,
     has_storage,
     mapped,
     run_operator,
-    signature_of,
     storages_of,
     tensors_in,
     written_tensors,
@@ -54,7 +53,6 @@ from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from gradkeep.remat._tensors import OperatorSignature
     from gradkeep.remat.simulator._core import Storage
     from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
@@ -104,7 +102,7 @@ class Pace:
         return said
 
 
-class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
+class OnlineRuntime(OperatorWatcher):
     """Keeps the live bytes of what runs inside `with` within a budget, deciding as it goes.
 
     Made for models whose steps differ each time. Each operator costs tens of microseconds more, so it
@@ -128,7 +126,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         sample: PoolSample | None = None,
         strict: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.budget = budget
         self.heuristic, self.limit = heuristic, limit
         self._sample = sample
@@ -138,7 +136,6 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         # Threads that are begun inside run inside: one operator at a time.
         self._lock = threading.RLock()
         self._on = False
-        self._signatures: dict[Any, OperatorSignature] = {}
         self._sizes: dict[Any, int] = {}
         """Bytes that an operator asks for, by what it is given; known once it has run."""
         self.slow: str | None = None
@@ -300,9 +297,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._tidy()
         self._operators += 1
         self._took = self._own = self._predicting = 0
-        signature = self._signatures.get(func)
-        if signature is None:
-            signature = self._signatures[func] = signature_of(func)
+        signature = self.signature(func)
         name = func._schema.name
         given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
         self._watch_gradients(given)

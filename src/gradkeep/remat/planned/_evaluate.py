@@ -88,7 +88,7 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     whole = {value: event for value, event in saved.items() if value not in written}
     lasting = {value: source for value, source in trace.sources.items() if value not in written}
     trace = replace(trace, sources=lasting)
-    makeable = _Makeable(trace, whole, random_state)
+    makeable = _find_makeable(trace, whole, random_state)
     sizes = tuple(trace.storages[value.storage].size for value in trace.values)
     costs = tuple(map(_again_seconds, trace.operations))
     found = []
@@ -97,19 +97,20 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         stored = trace.storages[trace.values[value].storage]
         if stored.constant or stored.pinned or stored.size < min_size:
             continue
-        if len(versions[trace.values[value].storage]) > 1 or not makeable.again(value):
+        if len(versions[trace.values[value].storage]) > 1 or value not in makeable:
             continue
         if trace.open_slots & set(slots_of[value]):
             continue
         if any(trace.slots[number].varies for number in slots_of[value]):
             continue
-        known[value] = makeable.known_at(value, pack)
+        recipe, starts = _recipe_of(trace, whole, value)
+        # Before all it is made from has been saved, it cannot be let go.
+        known[value] = max([pack, *(whole.get(start, 0) for start in starts)])
         gone = max(stored.natural, known[value] + 1)
         asked = asks.get(value, [])
         first = trace.asked[asked[0]] if asked else stored.death
         if gone >= min(first, stored.death):
             continue  # whoever holds it holds it until it is asked for: nothing to gain
-        recipe = makeable.recipe(value)
         cost = sum(costs[number] for number in recipe)
         found.append(DropCandidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
     return PlanningProblem(
@@ -143,74 +144,43 @@ def _random_states(trace: StepTrace) -> dict[int, int]:
     return found
 
 
-class _Makeable:
-    """Which values can be made again, from what, and at what price if all saved ones are there."""
-
-    def __init__(
-        self, trace: StepTrace, saved: dict[int, int], random_state: dict[int, int]
-    ) -> None:
-        self._trace, self._saved, self._random_state = trace, saved, random_state
-        self._again: dict[int, bool] = {}
-
-    def again(self, value: int) -> bool:
-        """Its operator can be run again."""
-        known = self._again.get(value)
-        if known is not None:
-            return known
-        # Makers come before their readers, so looking at them in order needs no recursion.
-        order, stack = [], [value]
-        while stack:
-            current = stack.pop()
-            maker = self._trace.values[current].maker
-            if current in self._again or maker is None:
-                continue
-            order.append(current)
-            stack += list(self._trace.operations[maker].reads)
-        for current in sorted(set(order)):
-            self._again[current] = self._makes(current)
-        return self._again.setdefault(value, False)
-
-    def _makes(self, value: int) -> bool:
-        maker = self._trace.values[value].maker
-        assert maker is not None
-        operation = self._trace.operations[maker]
-        if operation.run is None or (operation.random and maker not in self._random_state):
-            return False
+def _find_makeable(
+    trace: StepTrace, saved: dict[int, int], random_state: dict[int, int]
+) -> set[int]:
+    """The values whose operators can be run again; makers come before readers."""
+    makeable: set[int] = set()
+    for number, value in enumerate(trace.values):
+        operation = None if value.maker is None else trace.operations[value.maker]
+        if operation is None or operation.run is None:
+            continue
+        if operation.random and value.maker not in random_state:
+            continue
         # What is overwritten must be a value of our own, made for this.
-        if not all(self._again.get(old, False) for old in operation.overwrites):
-            return False
-        return all(
-            read in self._saved or read in self._trace.sources or self._again.get(read, False)
-            for read in operation.reads
-        )
+        missing = operation.reads - saved.keys() - trace.sources.keys()
+        if makeable.issuperset(operation.overwrites) and makeable.issuperset(missing):
+            makeable.add(number)
+    return makeable
 
-    def _recipe(self, value: int) -> tuple[set[int], set[int]]:
-        """The operators that make a value, and the saved values and constants that they start from."""
-        operations: set[int] = set()
-        starts: set[int] = set()
-        stack = [(value, True)]
-        while stack:
-            current, forced = stack.pop()
-            if not forced and (current in self._saved or current in self._trace.sources):
-                starts.add(current)
-                continue
-            maker = self._trace.values[current].maker
-            assert maker is not None
-            if maker in operations:
-                continue
+
+def _recipe_of(
+    trace: StepTrace, saved: dict[int, int], value: int
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The operators that make a value, and the saved values and constants that they start from."""
+    operations: set[int] = set()
+    starts: set[int] = set()
+    stack = [(value, True)]
+    while stack:
+        current, forced = stack.pop()
+        if not forced and (current in saved or current in trace.sources):
+            starts.add(current)
+            continue
+        maker = trace.values[current].maker
+        assert maker is not None
+        if maker not in operations:
             operations.add(maker)
-            operation = self._trace.operations[maker]
+            operation = trace.operations[maker]
             stack += [(read, read in operation.overwrites) for read in operation.reads]
-        return operations, starts
-
-    def recipe(self, value: int) -> frozenset[int]:
-        """The operators that make a value if all saved ones are there."""
-        return frozenset(self._recipe(value)[0])
-
-    def known_at(self, value: int, pack: int) -> int:
-        """The event at which all it is made from has been saved: before, it cannot be let go."""
-        _, starts = self._recipe(value)
-        return max([pack, *(self._saved.get(start, 0) for start in starts)])
+    return frozenset(operations), frozenset(starts)
 
 
 class Treatment(IntEnum):

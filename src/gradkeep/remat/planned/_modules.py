@@ -25,46 +25,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FromParameter:
-    """A parameter; the autograd graph tells whether it is still the one in use."""
+class Source:
+    """How to find a constant again in a later step: a place among the inputs, or the tensor itself.
 
-    tensor: weakref.ref[Any]
+    A buffer or a frozen parameter must still be in its module. For a trainable parameter the autograd
+    graph shows whether it is still the one in use.
+    """
 
-    def find(self, inputs: Any) -> Tensor | None:
-        """The tensor, or None if it is gone."""
-        found: Tensor | None = self.tensor()
-        return found
+    position: int = -1
+    tensor: weakref.ref[Any] | None = None
+    module: weakref.ref[Any] | None = None
+    name: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class FromModule:
-    """A buffer or a frozen parameter of a module, by its name there."""
-
-    module: weakref.ref[Any]
-    name: str
-    tensor: weakref.ref[Any]
-
-    def find(self, inputs: Any) -> Tensor | None:
-        """The tensor, or None if the module has another one by now."""
-        module, tensor = self.module(), self.tensor()
-        if module is None or tensor is None:
-            return None
-        there = module._buffers.get(self.name)
-        if there is None:
-            there = module._parameters.get(self.name)
-        return tensor if there is tensor else None
-
-
-@dataclass(frozen=True, slots=True)
-class FromInputs:
-    """A tensor that was handed over with the step."""
-
-    position: int
-
-    def find(self, inputs: Any) -> Tensor | None:
-        """The tensor at the same place, or None if there is none."""
-        found: Tensor | None = inputs[self.position] if self.position < len(inputs) else None
-        return found
+    def find(self, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Find the tensor; None if it is gone or was replaced."""
+        if self.tensor is None:
+            return inputs[self.position] if self.position < len(inputs) else None
+        tensor: Tensor | None = self.tensor()
+        if self.module is None or tensor is None:
+            return tensor
+        module = self.module()
+        owned = () if module is None else (module._buffers, module._parameters)
+        return tensor if any(held.get(self.name) is tensor for held in owned) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +70,6 @@ class ModuleFlag:
         """Whether it still is as it was, as far as that can be seen."""
         module = self.module()
         return not self.owns if module is None else module.training == self.training
-
-
-Source = FromParameter | FromModule | FromInputs
 
 
 class ModuleTracker:
@@ -158,14 +137,14 @@ class ModuleTracker:
     def source_of(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
         """How to find this tensor in a later step, if it will be there."""
         if id(tensor) in inputs:
-            return FromInputs(inputs[id(tensor)])
+            return Source(inputs[id(tensor)])
         if isinstance(tensor, Parameter) and tensor.requires_grad:
-            return FromParameter(weakref.ref(tensor))
+            return Source(tensor=weakref.ref(tensor))
         for module in self.seen.values():
             for held in (module._buffers, module._parameters):
                 for name, owned in held.items():
                     if owned is tensor:
-                        return FromModule(weakref.ref(module), name, weakref.ref(tensor))
+                        return Source(-1, weakref.ref(tensor), weakref.ref(module), name)
         return None
 
     def _enter(self, module: nn.Module, args: Any) -> None:

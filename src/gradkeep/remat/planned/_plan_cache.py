@@ -12,8 +12,9 @@ import json
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
@@ -181,17 +182,18 @@ class StepPlan:
         return self.compiled.problem.peak
 
 
-FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPlan:
+class SavedPlan(msgspec.Struct, frozen=True):
     """The decisions for one step."""
 
     digest: str
     budget: int
     peak: int
     states: tuple[int, ...]
+
+
+class _PlanFile(msgspec.Struct):
+    format: Literal[1]
+    plans: list[SavedPlan]
 
 
 def digest_of(trace: StepTrace) -> str:
@@ -213,20 +215,21 @@ def digest_of(trace: StepTrace) -> str:
 def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None:
     """Write plans; a reader sees all of them or nothing."""
     target = Path(path)
-    entries = [
-        {
-            "digest": digest_of(plan.compiled.trace),
-            "budget": plan.budget,
-            "peak": plan.compiled.evaluation.peak,
-            "states": list(map(int, plan.compiled.states)),
-        }
+    saved = [
+        SavedPlan(
+            digest_of(plan.compiled.trace),
+            plan.budget,
+            plan.compiled.evaluation.peak,
+            tuple(map(int, plan.compiled.states)),
+        )
         for plan in plans
     ]
+    if not target.name or (target.exists() and not target.is_file()):
+        # Replacing would take the place of a device or a pipe.
+        raise RematError("plans are written to a file of their own", found=str(target))
+    text = msgspec.json.format(msgspec.json.encode(_PlanFile(1, saved)), indent=1).decode()
     try:
-        if not target.name or (target.exists() and not target.is_file()):
-            # Replacing would take the place of a device or a pipe.
-            raise RematError("plans are written to a file of their own", found=str(target))
-        replace_file(target, json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
+        replace_file(target, text + "\n")
     except OSError as error:
         raise RematError(
             "the plans cannot be written", path=target.name[:80], found=error.strerror
@@ -236,24 +239,11 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
 def read_plans(path: str | os.PathLike[str]) -> list[SavedPlan]:
     """Read plans; a file that holds none is refused by name."""
     try:
-        held = json.loads(Path(path).read_text())
-        if held["format"] != FORMAT:
-            raise RematError("written by another version", path=path, found=held["format"])
-        return [
-            SavedPlan(
-                str(entry["digest"]),
-                int(entry["budget"]),
-                int(entry["peak"]),
-                tuple(int(state) for state in entry["states"]),
-            )
-            for entry in held["plans"]
-        ]
+        return msgspec.json.decode(Path(path).read_bytes(), type=_PlanFile).plans
     except OSError as error:
         raise RematError("the plans cannot be read", path=path, found=error.strerror) from error
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RematError):
-            raise
-        raise RematError("these are not saved plans", path=path, found=repr(error)[:100]) from error
+    except (ValueError, RecursionError) as error:
+        raise RematError("these are not saved plans", path=path, found=str(error)[:100]) from error
 
 
 class OptimizerStates:

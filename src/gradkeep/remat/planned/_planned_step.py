@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 from time import perf_counter_ns
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,11 +23,11 @@ from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from gradkeep.remat.planned._programs import CompiledPlan, QuickCheck
+    from gradkeep.remat.planned._programs import CompiledPlan
 
 
 _task = torch._C._current_graph_task_id
@@ -53,24 +52,8 @@ class KeptTensor:
 
 
 def unpack(handle: Any) -> Tensor:
-    """What autograd gets for what it holds; the way of most tensors is one frame long.
-
-    A tensor that stays and needs nothing else is held as a bare tuple: on the whole way that saves a
-    microsecond over an object.
-    """
-    if type(handle) is not tuple:
-        found: Tensor = handle.unpack()
-        return found
-    tensor: Tensor
-    tensor, version, number, step = handle
-    if tensor._version != version:
-        check_version(tensor, version)
-    if _task() != -1:
-        at = step.asks
-        if step.quiet.get(at) == number:
-            step.asks = at + 1
-        else:
-            step.asked_for(number)
+    """Give autograd the tensor for what it holds in its place."""
+    tensor: Tensor = handle.unpack()
     return tensor
 
 
@@ -97,13 +80,6 @@ class Step(abc.ABC):
     """How many tensors were saved so far."""
     asks = 0
     """How many of them the backward pass has asked for."""
-    quick: Mapping[int, QuickCheck] = MappingProxyType({})
-    """Saved tensors that only have to look right."""
-
-    @property
-    def asked(self) -> bool:
-        """Whether a backward pass has begun."""
-        return self.asks > 0
 
     @abc.abstractmethod
     def pack(self, tensor: Tensor) -> Any:
@@ -191,9 +167,6 @@ class PlannedStep(Step):
         self._random_states: dict[tuple[int, str], Tensor] = {}
         self._fingerprints: dict[int, Any] = {}
         self._following = True
-        self.quick = plan.quick
-        self.quiet = plan.quiet
-        """Requests that only have to come in order, as long as the plan is followed."""
         self.changed: str | None = None
         """What differed from the plan, if something did."""
         self.undone = False
@@ -238,15 +211,10 @@ class PlannedStep(Step):
         if slot.random_state:
             for device in self._plan.devices:
                 self._random_states[number, device] = generator(device).get_state()
-        mask = slot.mask
-        if mask is not None and not mask.numbers.issuperset(_flat(mask.sample.of(tensor))):
-            self.leave(f"saved tensor {number} is another mask than the recorded one")
-            return KeptTensor(self, number, tensor.detach(), tensor._version)
         if slot.fingerprint is not None:
             self._fingerprints[slot.value] = slot.fingerprint.of(tensor)
-        held = None if slot.drop and not slot.hold else tensor.detach()
         if slot.hold:
-            self._values[slot.value] = held
+            self._values[slot.value] = tensor.detach()
             self._versions[slot.value] = tensor._version
         for value in slot.releases:
             self._values[value] = None
@@ -254,12 +222,11 @@ class PlannedStep(Step):
             self._versions.pop(value, None)
         if slot.drop:
             return DroppedTensor(self, number)
-        return held, tensor._version, number, self
+        return KeptTensor(self, number, tensor.detach(), tensor._version)
 
     def leave(self, why: str) -> None:
         """Stop following the plan: keep all from here on, release nothing any more."""
         self._following = False
-        self.quick, self.quiet = {}, {}
         if self.changed is None:
             self.changed = why
 
@@ -387,13 +354,6 @@ class PlannedStep(Step):
             else "clear the gradients and run the step again: it will be recorded anew"
         )
         raise StepChanged(what, found=found, fix=fix)
-
-
-def _flat(sample: Any) -> Any:
-    """The numbers of a sample, which is nested as the tensor was."""
-    if not sample or not isinstance(sample[0], list):
-        return sample
-    return [number for part in sample for number in _flat(part)]
 
 
 def _describe(plan: CompiledPlan, value: int) -> str:

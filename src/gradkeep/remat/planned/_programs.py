@@ -5,15 +5,14 @@ Operators run again outside of autograd and leave no trace of it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradkeep.remat._rerun import TensorRef, TensorSample, content_of, leaves_unwritten, sample_of
-from gradkeep.remat._tensors import SEQUENCES
+from gradkeep.remat._rerun import TensorRef, content_of, leaves_unwritten, sample_of
+from gradkeep.remat._tensors import SEQUENCES, collect_tensors, mapped
 from gradkeep.remat.planned._autograd_graph import GraphExpectations, leaf_of
 
 if TYPE_CHECKING:
@@ -32,28 +31,14 @@ Check = Literal["full", "sampled"]
 """Whether every byte of what is made again is compared, or a few numbers of it."""
 
 
-class TensorArgument(NamedTuple):
-    """A tensor argument: where it goes, and what it shows; no view if the whole is meant."""
+class ReplayArgument(NamedTuple):
+    """A tensor among the arguments of an operator that runs again."""
 
-    place: int | str | tuple[int, int]
-    """A position, a name, or a position and an index in the list there."""
     value: int
-    view: ArgumentView | None
-
-
-class ArgumentView(NamedTuple):
-    """How to look at a value, given the tensor that stands for it."""
-
-    geometry: Geometry
+    geometry: Geometry | None
+    """How to look at the value; None if the tensor that stands for it is meant."""
     anchor: int | None
     """Where that tensor begins, in bytes, if it comes from elsewhere each time: a batch of a data set."""
-
-    def of(self, base: Tensor) -> Tensor:
-        """The view."""
-        geometry, anchor = self
-        if anchor is not None:
-            geometry = geometry.moved(base, anchor)
-        return geometry.on_storage_of(base)
 
 
 class ReplayInstruction(NamedTuple):
@@ -61,12 +46,7 @@ class ReplayInstruction(NamedTuple):
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tensors: tuple[TensorArgument, ...]
-    lists: tuple[int, ...]
-    """Positions of lists with tensors."""
-    alone: int
-    """The value that the only result shows; -1 if there are several, or none."""
+    kwargs: tuple[tuple[str, Any], ...]
     makes: tuple[tuple[int, int], ...]
     """Position among the results, and value."""
     renames: tuple[tuple[int, int], ...]
@@ -108,8 +88,6 @@ class SlotPlan:
     fingerprint: Fingerprint | None
     """Of a value that is dropped here."""
     leaf: int | None
-    mask: ExpectedMask | None
-    """Of a mask that is dropped here."""
     random_state: bool
     """Take the generator's state here."""
     releases: tuple[int, ...]
@@ -136,22 +114,6 @@ class SlotPlan:
         return self.fits(tensor) and (self.leaf is None or self.leaf == leaf_of(tensor))
 
 
-class ExpectedMask(NamedTuple):
-    """Where to look into a mask, and the numbers that it may hold there."""
-
-    sample: TensorSample
-    numbers: frozenset[float]
-
-
-class QuickCheck(NamedTuple):
-    """All that is looked at in a saved tensor that stays and that nothing is made from."""
-
-    nbytes: int
-    size: tuple[int, ...] | None
-    """None in a plan that drops nothing: no gradient hangs on it, only the bytes count."""
-    leaf: bool
-
-
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
     """Everything that a run needs, by slot and by request."""
@@ -166,10 +128,6 @@ class CompiledPlan:
     releases: tuple[tuple[int, ...], ...]
     constants: tuple[tuple[int, Source], ...]
     devices: tuple[str, ...]
-    quick: dict[int, QuickCheck]
-    """Slots that are kept and need nothing else."""
-    quiet: dict[int, int]
-    """Requests at which nothing happens but that a kept slot is handed out, and which."""
 
 
 def compile_plan(
@@ -221,40 +179,18 @@ class _PlanCompiler:
             for at in candidate.asks:
                 if at in passing or at == candidate.asks[-1]:
                     releases[at].append(value)
-        slots = self._slots(sources)
         return CompiledPlan(
             trace=trace,
             problem=self.problem,
             states=self.states,
             evaluation=evaluation,
-            slots=slots,
+            slots=self._slots(sources),
             order=trace.order,
             work=tuple(work),
             releases=tuple(map(tuple, releases)),
             constants=tuple((value, trace.sources[value]) for value in constants),
             devices=tuple(sorted({o.device for o in trace.operations if o.random})),
-            quick=self._quick(slots),
-            quiet={
-                at: number
-                for at, number in enumerate(trace.order)
-                # The first and the last request are where a run looks at more.
-                if 0 < at < len(trace.order) - 1
-                and work[at] is None
-                and not releases[at]
-                and not slots[number].drop
-            },
         )
-
-    def _quick(self, slots: tuple[SlotPlan, ...]) -> dict[int, QuickCheck]:
-        return {
-            number: QuickCheck(
-                math.prod(slot.size) * slot.dtype.itemsize,
-                slot.size if self.dropped else None,
-                leaf=seen.seen.node < 0,
-            )
-            for number, (slot, seen) in enumerate(zip(slots, self.trace.slots, strict=True))
-            if slot.plain and not slot.varies
-        }
 
     def _slots(self, sources: set[int]) -> tuple[SlotPlan, ...]:
         trace = self.trace
@@ -296,9 +232,6 @@ class _PlanCompiler:
                     hold=first and (slot.value in holding if drop else slot.value in sources),
                     fingerprint=self._fingerprints.get(slot.value) if first else None,
                     leaf=slot.leaf,
-                    mask=ExpectedMask(sample_of(slot.geometry), slot.marks)
-                    if drop and first and slot.marks
-                    else None,
                     random_state=random_state,
                     releases=tuple(late.get(number, ())),
                     view=None if base == slot.geometry else slot.geometry,
@@ -393,21 +326,11 @@ def instruction(
     operation = trace.operations[number]
     assert operation.run is not None
 
-    tensors: list[TensorArgument] = []
-    lists: list[Any] = []
-    for position, arg in (*enumerate(operation.args), *operation.kwargs):
-        several = type(arg) in SEQUENCES and isinstance(position, int)
-        items: list[Any] = [(position, arg)]
-        if several:
-            items = [((position, at), item) for at, item in enumerate(arg)]
-        refs = [(place, ref) for place, ref in items if isinstance(ref, TensorRef)]
-        if refs and several:
-            lists.append(position)
-        for place, ref in refs:
-            view = None
-            if geometry.get(ref.value) != ref.geometry:
-                view = ArgumentView(ref.geometry, trace.anchors.get(ref.value))
-            tensors.append(TensorArgument(place, ref.value, view))
+    def argument(ref: TensorRef) -> ReplayArgument:
+        whole = geometry.get(ref.value) == ref.geometry
+        shown = None if whole else ref.geometry
+        return ReplayArgument(ref.value, shown, trace.anchors.get(ref.value))
+
     makes = tuple(
         (made.position, made.value)
         for made in operation.makes
@@ -417,11 +340,8 @@ def instruction(
     overwritten = [(old, trace.values[old].storage) for old in operation.overwrites]
     return ReplayInstruction(
         run=operation.run,
-        args=operation.args,
-        kwargs=dict(operation.kwargs),
-        tensors=tuple(tensors),
-        lists=tuple(lists),
-        alone=makes[0][1] if len(makes) == 1 and operation.single else -1,
+        args=mapped(operation.args, argument, TensorRef),
+        kwargs=mapped(operation.kwargs, argument, TensorRef),
         makes=makes,
         renames=tuple((old, new[storage]) for old, storage in overwritten if storage in new),
         frees=frees,
@@ -437,48 +357,45 @@ def replay(
     random_states: dict[tuple[int, str], Tensor],
 ) -> None:
     """Run instructions on `values`, which they read, fill and free."""
-    before = torch.is_grad_enabled()
-    grad_mode = before
+
+    def shown(argument: Any) -> Any:
+        kind = type(argument)
+        if kind in SEQUENCES:
+            return [shown(item) for item in argument]
+        if kind is not ReplayArgument:
+            return argument
+        value, geometry, anchor = argument
+        base: Any = values[value]
+        if geometry is None:
+            return base
+        if anchor is not None:
+            geometry = geometry.moved(base, anchor)
+        return geometry.on_storage_of(base)
+
+    before = grad_mode = torch.is_grad_enabled()
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         try:
-            for (
-                run, args, kwargs, tensors, lists, alone, makes, renames, frees, mode, slot, device,
-            ) in instructions:  # fmt: skip
-                if mode is not grad_mode:
+            for step in instructions:
+                if step.grad_mode is not grad_mode:
                     # Some kernels return a workspace only if gradients are wanted.
-                    torch._C._set_grad_enabled(mode)
-                    grad_mode = mode
-                given: Any = list(args)
-                named: Any = kwargs
-                for at in lists:
-                    given[at] = list(given[at])
-                for place, value, view in tensors:
-                    base: Any = values[value]
-                    if view is not None:
-                        base = view.of(base)
-                    if type(place) is int:
-                        given[place] = base
-                    elif type(place) is tuple:
-                        given[place[0]][place[1]] = base
-                    else:
-                        named = {**named, place: base}
-                if slot < 0:
-                    out: Any = run(*given, **named)
+                    grad_mode = step.grad_mode
+                    torch._C._set_grad_enabled(grad_mode)
+                args: Any = list(map(shown, step.args))
+                kwargs: Any = {name: shown(value) for name, value in step.kwargs}
+                if step.random_slot < 0:
+                    out: Any = step.run(*args, **kwargs)
                 else:
-                    out = _as_then(run, given, named, device, random_states[slot, device])
-                if alone >= 0:
-                    values[alone] = out
-                elif makes:
-                    results: Any = out if isinstance(out, tuple | list) else (out,)
-                    shown: Any = [item for item in results if isinstance(item, Tensor)]
-                    for position, value in makes:
-                        values[value] = shown[position]
-                    results = shown = None
-                for old, new in renames:
+                    state = random_states[step.random_slot, step.device]
+                    out = _as_then(step.run, args, kwargs, step.device, state)
+                results: Any = []
+                collect_tensors((out,), results)
+                for position, value in step.makes:
+                    values[value] = results[position]
+                for old, new in step.renames:
                     values[new], values[old] = values[old], None
                 # Nothing may be held by a name here while the next operator asks for memory.
-                given = named = base = out = None
-                for value in frees:
+                args = kwargs = out = results = None
+                for value in step.frees:
                     values[value] = None
         finally:
             torch._C._set_grad_enabled(before)

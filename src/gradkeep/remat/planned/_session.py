@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,12 +13,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gradkeep import _arguments
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._tensors import (
-    QuickDispatchMode,
+    OperatorWatcher,
     beside_compiler,
-    has_storage,
     inside_compiled,
     not_compiled,
-    run_operator,
 )
 from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
@@ -37,6 +34,7 @@ from gradkeep.remat.planned._step_recorder import StepRecorder
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gradkeep.remat._tensors import OperatorCall
     from gradkeep.remat.online._runtime import OnlineRuntime
     from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import StepPlan
@@ -58,25 +56,23 @@ def _ctc_loss_by_numbers(log_probs: Any, targets: Any, *lengths: Any, **options:
     return _ctc_loss(log_probs, targets, *lengths, **options)
 
 
-class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
+class RecordingMode(OperatorWatcher):
     """Shows operators to the recorder it was given last; it can come and go between two operators."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording: StepRecorder | None = None
         self._on = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        recording = self.recording
-        if recording is None or recording.quiet:
-            return run_operator(func, args, kwargs)
-        start = perf_counter_ns()
-        out = run_operator(func, args, kwargs)
-        recording.saw(func, args, kwargs, out, start)
-        return out
+    @property
+    def watching(self) -> bool:
+        """Whether a recording wants to see operators now."""
+        return self.recording is not None and not self.recording.quiet
+
+    def ran(self, call: OperatorCall) -> None:
+        """Show an operator to the recording."""
+        if self.recording is not None:
+            self.recording.saw(call)
 
     def show(self, recording: StepRecorder) -> None:
         """Watch for this recording from now on."""
@@ -297,7 +293,7 @@ class BudgetSession:
 
     def _asked(self) -> bool:
         current = self._recording or self._run
-        return current is not None and current.asked
+        return current is not None and current.asks > 0
 
     def _first(self, tensor: Tensor) -> Step | StepRecorder:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
@@ -338,30 +334,10 @@ class BudgetSession:
         self._mode.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:
-        # Most tensors just stay: everything that they need is here, in one frame.
-        run: Any = self._run
-        if run is not None and _task() == -1:
-            number = run.at
-            expected = run.quick.get(number)
-            if expected is not None and not (self._automatic and run.asks):
-                nbytes, size, leaf = expected
-                if (
-                    has_storage(tensor)
-                    and tensor.nbytes == nbytes
-                    and (size is None or tensor.shape == size)
-                ):
-                    run.at = number + 1
-                    # A leaf can be held as it is; anything else may hold its node, and that us.
-                    held = tensor if leaf and tensor.grad_fn is None else tensor.detach()
-                    return held, tensor._version, number, run
-        return self._pack_slowly(tensor)
-
-    def _pack_slowly(self, tensor: Tensor) -> Any:
-        recording = self._recording
-        current: Any = self._run if recording is None else recording
+        current: Any = self._recording or self._run
         if current is None:
             current = self._first(tensor)
-        elif self._automatic and current.asked and _task() == -1:
+        elif self._automatic and current.asks and _task() == -1:
             self._end()
             self._begin()
             current = self._recording or self._first(tensor)

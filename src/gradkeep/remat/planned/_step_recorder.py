@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,21 +21,16 @@ from gradkeep.remat._rerun import (
     OperatorRerun,
     TensorRef,
     compared,
-    mask_numbers,
     rerun_of,
     tried,
     tried_apart,
 )
 from gradkeep.remat._tensors import (
-    SEQUENCES,
     WATCHED_OTHERWISE,
     Geometry,
-    OperatorSignature,
     StorageRef,
-    collect_tensors,
     has_storage,
     mapped,
-    signature_of,
     written_storages,
 )
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
@@ -59,6 +53,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.remat._tensors import OperatorCall
     from gradkeep.remat.planned._plan_cache import OptimizerStates
 
 _task = torch._C._current_graph_task_id
@@ -121,8 +116,9 @@ class StepRecorder:
         self.walk = GraphWalk()
         self.modules = ModuleTracker(running)
         self.quiet = False
+        self.asks = 0
+        """How many saved tensors the backward pass has asked for."""
         self._inputs = inputs
-        self._signatures: dict[Any, OperatorSignature] = {}
         self._alive: dict[int, _AliveStorage] = {}
         self._events: list[TraceEvent] = []
         self._operations: list[TracedOperation] = []
@@ -157,42 +153,18 @@ class StepRecorder:
 
     # What runs
 
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, start: int) -> None:
-        """Note an operator that ran; `start` is when, in nanoseconds."""
-        spent = perf_counter_ns() - start
-        if isinstance(out, Tensor):
-            made = [out]
-        elif type(out) in SEQUENCES:
-            made = [item for item in out if isinstance(item, Tensor)]
-        else:
-            made = []
+    def saw(self, call: OperatorCall) -> None:
+        """Note an operator that ran."""
         self.quiet = True
         try:
-            if made and made[0].is_cuda:
-                torch.cuda.synchronize(made[0].device)
-                spent = perf_counter_ns() - start
-            self._saw(func, args, kwargs, made, spent, single=isinstance(out, Tensor))
+            self._saw(call)
         finally:
             self.quiet = False
 
-    def _saw(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        made: list[Tensor],
-        spent: int,
-        *,
-        single: bool,
-    ) -> None:
+    def _saw(self, call: OperatorCall) -> None:
         if self._unproved:
             self._look_at_writes()
-        signature = self._signatures.get(func)
-        if signature is None:
-            signature = self._signatures[func] = signature_of(func)
-        passed: list[Tensor] = []
-        collect_tensors(args, passed)
-        collect_tensors(kwargs.values(), passed)
+        func, args, kwargs, signature, passed, made, spent = call
         given = [tensor for tensor in passed if has_storage(tensor)]
         for tensor in given:
             self._value_of(tensor)
@@ -261,7 +233,6 @@ class StepRecorder:
                 random=recipe.random,
                 device=made[0].device.type if made else "cpu",
                 layer=self.modules.current,
-                single=single,
                 backward=backward,
             )
         )
@@ -299,7 +270,6 @@ class StepRecorder:
                 reads=frozenset(arg.value for arg in args if isinstance(arg, TensorRef)),
                 cost=apart.cost or self._operations[-1].cost,
                 apart=True,
-                single=True,
             )
         )
 
@@ -396,7 +366,6 @@ class StepRecorder:
                     seen=self.walk.below(tensor),
                     event=event,
                     leaf=leaf_of(tensor),
-                    marks=mask_numbers(tensor),
                 )
             )
             self._happened("pack", slot)
@@ -427,11 +396,6 @@ class StepRecorder:
         """How many tensors were saved so far."""
         return len(self._slots)
 
-    @property
-    def asked(self) -> bool:
-        """Whether a backward pass has begun."""
-        return bool(self._order)
-
     def asked_for(self, slot: int) -> None:
         """The backward pass wants a saved tensor."""
         if _task() == -1:
@@ -439,6 +403,7 @@ class StepRecorder:
         if self._unproved:
             self._look_at_writes()
         self._keeps_graph |= keeps_graph()
+        self.asks += 1
         self._order.append(slot)
         self._lengths = TraceLengths(
             events=len(self._events),

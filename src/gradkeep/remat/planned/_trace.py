@@ -77,8 +77,6 @@ class TracedOperation:
     """Whose random numbers it draws."""
     layer: str = ""
     """The module that was running."""
-    single: bool = True
-    """It gives one tensor, not several."""
     apart: bool = False
     """It stands for another way to a result, with a cost of its own."""
     backward: bool = False
@@ -120,14 +118,12 @@ class SavedSlot:
     event: int
     leaf: int | None = None
     """The parameter that it shows, if it does."""
-    marks: frozenset[float] = frozenset()
-    """If it holds only two or three different numbers, as a mask does: these."""
     varies: bool = False
     """Its size changes from step to step: it is always kept, and nothing is made from it."""
 
     def same(self, other: SavedSlot) -> bool:
         """Whether it is the same tensor of the step, be it larger or smaller."""
-        alike = replace(other, geometry=self.geometry, marks=self.marks, varies=self.varies)
+        alike = replace(other, geometry=self.geometry, varies=self.varies)
         return self == alike and alike_but_for_size(self.geometry, other.geometry)
 
 
@@ -266,11 +262,7 @@ def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
             for ours, theirs in _pairs(trace.storages, other.storages, ends.storages)
         )
         slots = tuple(
-            replace(
-                ours,
-                marks=ours.marks if ours.marks == theirs.marks else frozenset(),
-                varies=ours.varies or ours.geometry != theirs.geometry,
-            )
+            replace(ours, varies=ours.varies or ours.geometry != theirs.geometry)
             for ours, theirs in _pairs(trace.slots, other.slots, ends.slots)
         )
         trace = replace(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
 
 from gradkeep import _arguments
 from gradkeep.errors import RematError
@@ -153,17 +154,64 @@ def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
 
 OutputCondition = Literal["rematerialize", "preallocate"]
 
-_FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
-    "ANNOTATE": (("ANNOTATION", str),),
-    "CONSTANT": (("NAME", str),),
-    "MEMORY": (("NAME", str), ("MEMORY", int)),
-    "CALL": (("NAME", str), ("RESULT", list), ("ARGS", list), ("TIME", int)),
-    "ALIAS": (("NAME", str), ("ALIAS", int)),
-    "MUTATE": (("NAME", str), ("ARGS", list), ("MUTATE", list), ("TIME", int)),
-    "COPY": (("DST", str), ("SRC", str)),
-    "COPY_FROM": (("DST", str), ("SRC", str)),
-    "RELEASE": (("NAME", str),),
-}
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Line(msgspec.Struct, tag_field="INSTRUCTION", rename="upper"):
+    """A line of a log; the name of the class is the instruction."""
+
+
+class _Annotate(_Line, tag="ANNOTATE"):
+    annotation: str
+
+
+class _Constant(_Line, tag="CONSTANT"):
+    name: str
+
+
+class _Memory(_Line, tag="MEMORY"):
+    name: str
+    memory: _Size
+
+
+class _Alias(_Line, tag="ALIAS"):
+    name: str
+    alias: Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class _Call(_Line, tag="CALL"):
+    name: str
+    result: list[str]
+    args: list[str]
+    time: _Size
+
+
+class _Mutate(_Line, tag="MUTATE"):
+    name: str
+    args: list[str]
+    mutate: list[_Size]
+    time: _Size
+
+
+class _Copy(_Line, tag="COPY"):
+    dst: str
+    src: str
+
+
+class _CopyFrom(_Line, tag="COPY_FROM"):
+    dst: str
+    src: str
+
+
+class _Release(_Line, tag="RELEASE"):
+    name: str
+
+
+# Numbers may be written as text, as the original does.
+_DECODER = msgspec.json.Decoder(
+    _Annotate | _Constant | _Memory | _Alias | _Call | _Mutate | _Copy | _CopyFrom | _Release,
+    strict=False,
+)
 
 
 @_arguments.checked(RematError)
@@ -217,25 +265,36 @@ class _LogReader:
 
     def read(self, lines: Iterable[str], outputs: OutputCondition, *, from_start: bool) -> Program:
         self.rows = self._parsed(lines)
-        start = ("ANNOTATE", {"ANNOTATION": "START"})
+        start = _Annotate("START")
         if from_start and all(row != start for row in self.rows):
             raise RematError(
                 "the log has no annotation START",
                 path=self.path,
                 fix="it may be cut off; to read it from the first line, pass from_start=False",
             )
-        for instruction, values in self.rows:
-            if instruction in ("MEMORY", "ALIAS"):
-                raise self._wrong(f"{instruction} that belongs to no CALL or CONSTANT")
-            getattr(self, f"_{instruction.lower()}")(values)
+        for row in self.rows:
+            match row:
+                case _Annotate():
+                    self.backward |= row.annotation == "BACKWARD"
+                case _Constant():
+                    self._constant(row)
+                case _Call():
+                    self._call(row)
+                case _Mutate():
+                    self._mutate(row)
+                case _Copy() | _CopyFrom():
+                    self._copy(row)
+                case _Release():
+                    self._release(row)
+                case _:
+                    raise self._wrong("MEMORY or ALIAS that belongs to no CALL or CONSTANT")
         output_bytes = self._end(outputs)
         names = tuple(self.names)
         return Program(
             tuple(self.ops), tuple(self.steps), names, self.ignored_releases, output_bytes
         )
 
-    def _parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The instruction of each line, and its values by type."""
+    def _parsed(self, lines: Iterable[str]) -> Iterator[_Line]:
         try:
             numbered = enumerate(lines, 1)
         except TypeError:
@@ -246,52 +305,25 @@ class _LogReader:
             if not text.strip():
                 continue
             try:
-                values = json.loads(text)
+                yield _DECODER.decode(text)
             except (ValueError, RecursionError) as error:
-                raise self._wrong("not JSON", f"{text[:60]!r} ({error})") from error
-            if not isinstance(values, dict) or "INSTRUCTION" not in values:
-                raise self._wrong("no INSTRUCTION", repr(text[:60]))
-            name = values["INSTRUCTION"]
-            if name not in _FIELDS:
-                raise self._wrong("unknown instruction", repr(name), f"one of {', '.join(_FIELDS)}")
-            yield name, {key: self._typed(name, key, kind, values) for key, kind in _FIELDS[name]}
+                raise self._wrong(f"not an instruction: {error}", repr(text[:60])) from error
 
-    def _typed(self, name: str, key: str, kind: type, values: dict[str, Any]) -> Any:
-        if key not in values:
-            raise self._wrong(f"{name} without {key}", repr(values)[:80])
-        value = values[key]
-        if kind is not int:
-            if not isinstance(value, kind):
-                raise self._wrong(f"{key} of {name} is not a {kind.__name__}", repr(value))
-            return value
-        try:
-            number = int(value)
-        except (TypeError, ValueError) as error:
-            raise self._wrong(f"{key} of {name} is not a whole number", repr(value)) from error
-        if number < (-1 if key == "ALIAS" else 0):
-            raise self._wrong(f"a negative {'size' if key == 'MEMORY' else key}", repr(value))
-        return number
-
-    def _annotate(self, values: dict[str, Any]) -> None:
-        self.backward |= values["ANNOTATION"] == "BACKWARD"
-
-    def _constant(self, values: dict[str, Any]) -> None:
-        name = values["NAME"]
-        if name in self.bound:
-            raise self._wrong("a constant that exists already", repr(name))
-        size = self._following("MEMORY", name)
-        (number,) = self._run(CONSTANT, 0, (), (size,), (-1,), (name,))
+    def _constant(self, row: _Constant) -> None:
+        if row.name in self.bound:
+            raise self._wrong("a constant that exists already", repr(row.name))
+        size = self._memory_of(row.name)
+        (number,) = self._run(CONSTANT, 0, (), (size,), (-1,), (row.name,))
         self.steps.append(ProgramStep(StepKind.PIN, number))
-        self._bind(name, number)
+        self._bind(row.name, number)
 
-    def _call(self, values: dict[str, Any]) -> None:
-        args = tuple(map(self._known, values["ARGS"]))
+    def _call(self, row: _Call) -> None:
+        args = tuple(map(self._known, row.args))
         sizes, aliases = [], []
-        for name in values["RESULT"]:
-            size, alias = self._following("MEMORY", name), self._following("ALIAS", name)
+        for name in row.result:
+            size, alias = self._memory_of(name), self._alias_of(name)
             if alias >= len(args):
-                expected = f"-1 to {len(args) - 1}"
-                raise self._wrong("an alias of no argument", f"ALIAS {alias} of {name}", expected)
+                raise self._wrong("an alias of no argument", f"ALIAS {alias} of {name}")
             if name in self.bound:
                 raise self._wrong("a result that exists already", repr(name))
             if alias >= 0 and size not in (0, self.storage_sizes[args[alias]]):
@@ -299,48 +331,38 @@ class _LogReader:
                 raise self._wrong("an alias of another size", f"{size} for {name!r}", expected)
             sizes.append(0 if alias >= 0 else size)
             aliases.append(alias)
-        results = self._run(
-            values["NAME"], values["TIME"], args, tuple(sizes), tuple(aliases), values["RESULT"]
-        )
-        for name, number in zip(values["RESULT"], results, strict=True):
+        results = self._run(row.name, row.time, args, tuple(sizes), tuple(aliases), row.result)
+        for name, number in zip(row.result, results, strict=True):
             self._bind(name, number)
 
-    def _mutate(self, values: dict[str, Any]) -> None:
-        args = tuple(map(self._known, values["ARGS"]))
-        wrong = [at for at in values["MUTATE"] if not str(at).isdigit() or int(at) >= len(args)]
-        if wrong:
-            expected = f"argument indices 0 to {len(args) - 1}"
-            raise self._wrong("a mutation of no argument", repr(wrong[0]), expected)
-        indices = list(map(int, values["MUTATE"]))
-        sizes = tuple(self.storage_sizes[args[at]] for at in indices)
-        names = [self.names[args[at]] + "$" for at in indices]
-        results = self._run(values["NAME"], values["TIME"], args, sizes, (-1,) * len(sizes), names)
-        for at, number in zip(indices, results, strict=True):
-            name = values["ARGS"][at]
-            old = self.bound[name]
-            self._bind(name, number)
+    def _mutate(self, row: _Mutate) -> None:
+        args = tuple(map(self._known, row.args))
+        if any(at >= len(args) for at in row.mutate):
+            raise self._wrong("a mutation of no argument", repr(row.mutate))
+        sizes = tuple(self.storage_sizes[args[at]] for at in row.mutate)
+        names = [self.names[args[at]] + "$" for at in row.mutate]
+        results = self._run(row.name, row.time, args, sizes, (-1,) * len(sizes), names)
+        for at, number in zip(row.mutate, results, strict=True):
+            old = self.bound[row.args[at]]
+            self._bind(row.args[at], number)
             self._let_go(old)
 
-    def _copy(self, values: dict[str, Any]) -> None:
-        source = self._known(values["SRC"])
-        if values["DST"] in self.bound:
-            raise self._wrong("a copy to a name that exists", values["DST"])
-        self._bind(values["DST"], source)
+    def _copy(self, row: _Copy | _CopyFrom) -> None:
+        source = self._known(row.src)
+        if isinstance(row, _CopyFrom):
+            self._let_go(self._known(row.dst))
+        elif row.dst in self.bound:
+            raise self._wrong("a copy to a name that exists", row.dst)
+        self._bind(row.dst, source)
         self.steps.append(ProgramStep(StepKind.GET, source))
 
-    def _copy_from(self, values: dict[str, Any]) -> None:
-        old, source = self._known(values["DST"]), self._known(values["SRC"])
-        self._let_go(old)
-        self._bind(values["DST"], source)
-        self.steps.append(ProgramStep(StepKind.GET, source))
-
-    def _release(self, values: dict[str, Any]) -> None:
-        number = self.bound.get(values["NAME"])
+    def _release(self, row: _Release) -> None:
+        number = self.bound.get(row.name)
         if number is None:
             self.ignored_releases += 1
             return
         if self.storage_references[self.roots[number]] <= 0:
-            raise self._wrong("a release of a storage without references", repr(values["NAME"]))
+            raise self._wrong("a release of a storage without references", repr(row.name))
         self._let_go(number)
 
     def _run(
@@ -382,17 +404,19 @@ class _LogReader:
             return 0
         return sum({self.roots[number]: self.storage_sizes[number] for number in still}.values())
 
-    def _following(self, instruction: str, name: str) -> int:
-        """The number in the line that must come next."""
-        expected = f"{instruction} of {name!r} after line {self.line}"
-        after, values = next(self.rows, ("", {}))
-        if not after:
-            raise self._wrong("the log ends too early", "the end", expected)
-        if (after, values.get("NAME")) != (instruction, name):
-            found = f"{after} of {values.get('NAME')!r}"
-            raise self._wrong("another line was expected", found, expected)
-        number: int = values[instruction]
-        return number
+    def _memory_of(self, name: str) -> int:
+        """The bytes in the line that must come next."""
+        row = next(self.rows, None)
+        if not isinstance(row, _Memory) or row.name != name:
+            raise self._wrong("another line was expected", repr(row), f"MEMORY of {name!r}")
+        return row.memory
+
+    def _alias_of(self, name: str) -> int:
+        """The alias in the line that must come next."""
+        row = next(self.rows, None)
+        if not isinstance(row, _Alias) or row.name != name:
+            raise self._wrong("another line was expected", repr(row), f"ALIAS of {name!r}")
+        return row.alias
 
     def _known(self, name: str) -> int:
         if name not in self.bound:

@@ -1,11 +1,10 @@
-"""One command of a configuration, checked field by field and unfolded into trials.
+"""One command of a configuration, validated and unfolded into trials.
 
 The original's names of models and sizes are understood as well as the zoo's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import itertools
@@ -13,7 +12,9 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.compat.dtr.experiments._trial import (
@@ -21,10 +22,11 @@ from gradkeep.compat.dtr.experiments._trial import (
     TYPES,
     Trial,
     TrialWork,
+    Type,
     known_placement,
 )
-from gradkeep.data.architectures._catalog import checked_sizes, default_sizes, published_sizes
-from gradkeep.errors import BudgetError, RematError
+from gradkeep.compat.dtr.zoo import checked_sizes, default_sizes, published_sizes
+from gradkeep.errors import BudgetError, GradkeepError, RematError
 from gradkeep.remat.simulator._heuristics import heuristic
 
 if TYPE_CHECKING:
@@ -67,23 +69,60 @@ def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
 
 
 _OF_LOGS = ("use_log", "get_log")
-_KINDS = ("fixed", "ratio", "param_sweep", *_OF_LOGS)
 _IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
-_BY_HEURISTIC = ("simrd", "dtr")
 # These may also stand among extra_params, where the original has them.
 _RUNNING = {
     *("retry_on_error", "max_retries", "use_sampling", "ignore_small_tensors"),
     *("no_sampling_below_budget", "no_sampling_below_ratio"),
 }
-_KNOWN = {
-    *("type", "kind", "memory_budget", "ratio", "batch_size", "heuristic", "policy", "limit"),
-    *("timeout", "extra_params", "n_reps", "dry_run", "n_inputs", "seed", "threads", *_RUNNING),
-    *("placement", "time_limit", "save_logs", "file_path", "config"),
-    "use_profiling",  # what it would add is always told
-}
 _NO_EFFECT = {"attempt_timeout", "input_params", "sync_gpu"}
 # What the original does unless it is told otherwise.
 _ORIGINAL = {"use_sampling": True, "ignore_small_tensors": True}
+
+_Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
+_Threshold = Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a command, after lists are unfolded."""
+
+    type: Type
+    kind: Literal["fixed", "ratio", "param_sweep", "use_log", "get_log"] | None = None
+    memory_budget: float | str | None = None
+    ratio: _Positive | None = None
+    batch_size: Any = None
+    heuristic: str = "dtr-eq"
+    policy: Literal["eager", "banish", "ignore"] = "eager"
+    limit: Annotated[float, msgspec.Meta(ge=1, lt=1e18)] = 10.0
+    placement: str = ""
+    time_limit: _Positive = 20.0
+    timeout: _Positive = 600.0
+    retry_on_error: bool = False
+    max_retries: _CountOrZero = 10
+    use_sampling: bool = False
+    ignore_small_tensors: bool = False
+    no_sampling_below_budget: _Threshold = None
+    no_sampling_below_ratio: _Threshold = None
+    n_reps: _Count = 5
+    dry_run: _CountOrZero = 1
+    n_inputs: _Count = 1
+    seed: _CountOrZero = 0
+    threads: _Count = 1
+    save_logs: bool = False
+    file_path: str | None = None
+    extra_params: dict[str, Any] = {}
+    config: Any = None
+    use_profiling: Any = None  # what it would add is always there
+
+
+_KNOWN = set(_Command.__struct_fields__)
+_CHOICES = {
+    "type": ", ".join(TYPES),
+    "kind": "fixed, ratio, param_sweep, use_log, get_log",
+    "policy": "eager, banish, ignore",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +166,19 @@ def trials_of(
             f"{where}: not a mapping", found=repr(command)[:60], expected="{type: dtr, ratio: 0.5}"
         )
     notes = ignored_keys(command, _KNOWN, _NO_EFFECT, f"{where}: ")
-    fields = {**defaults.fields, **command}
-    fields.setdefault("extra_params", {})
-    if "type" not in fields:
-        raise RematError(f"{where}: no field type", expected=", ".join(TYPES))
-    if fields["type"] == "checkpoint":
+    fields = {"extra_params": {}, **defaults.fields, **command}
+    if fields.get("type") == "checkpoint":
         fields.setdefault("placement", list(PLACEMENTS))
-    extra = fields.pop("extra_params") or {}
-    if not isinstance(extra, dict):
-        raise RematError(f"{where}: extra_params is not a mapping", found=repr(extra)[:60])
-    trials = []
+    extra = fields["extra_params"] = fields["extra_params"] or {}
     # Before the defaults, after what the command itself says.
-    lifted = {key: extra[key] for key in _RUNNING if key in extra and key not in command}
+    lifted = {}
+    if isinstance(extra, dict):
+        lifted = {key: extra[key] for key in _RUNNING if key in extra and key not in command}
+    trials = []
     for chosen in _unfolded(where, fields):
-        chosen |= lifted
-        reader = _CommandReader(where, model, {**chosen, "extra_params": extra}, defaults)
-        trials += reader.trials()
-        notes += reader.notes
+        made, said = _trials(where, model, _validated(where, {**chosen, **lifted}), defaults)
+        trials += made
+        notes += said
     return trials, notes
 
 
@@ -159,204 +194,170 @@ def _unfolded(where: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(fields, combination, strict=True))
 
 
-@dataclass(slots=True)
-class _CommandReader:
-    where: str
-    model: str
-    fields: dict[str, Any]
-    defaults: CommandDefaults
-    notes: list[str] = field(default_factory=list)
+def _validated(where: str, fields: dict[str, Any]) -> _Command:
+    try:
+        # Not strict: YAML reads 5e-4 as text.
+        return msgspec.convert(fields, _Command, strict=False)
+    except msgspec.ValidationError as error:
+        key = re.search(r"`\$\.(\w+)|field `(\w+)", str(error))
+        name = (key[1] or key[2]) if key else ""
+        raise RematError(
+            f"{where}: {name} is wrong: {error}",
+            found=repr(fields.get(name))[:60],
+            expected=_CHOICES.get(name),
+        ) from error
 
-    def trials(self) -> list[Trial]:
-        """One trial per input."""
-        kind_of = self._choice("type", TYPES, None)
-        ratio = self._number("ratio", None, least=0.0, open_end=True)
-        kind = self._choice("kind", _KINDS, "fixed" if ratio is None else "ratio")
-        budget = self._budget()
-        file, mark = self._log_file(kind_of, kind)
-        save = kind == "get_log" or (kind_of == "dtr" and self._flag("save_logs"))
-        if kind in _OF_LOGS:
-            kind = "fixed" if ratio is None else "ratio"
-            budget = math.inf if budget is None and file is not None else budget
-        asked: dict[str, Any] = {}
-        if kind_of in _IN_BUDGET:
-            by_ratio = kind == "ratio"
-            if (ratio if by_ratio else budget) is None:
-                wanted = "ratio" if by_ratio else "memory_budget"
-                raise self._wrong(wanted, f"missing; kind {kind} needs it", None, None)
-            asked["budget"] = math.inf if by_ratio or budget is None else budget
-            asked["ratio"] = ratio if by_ratio else None
-            asked["time_limit"] = self._number("time_limit", 20.0, least=0.0, open_end=True)
-        if kind_of in _BY_HEURISTIC:
-            asked |= self._choosing(kind_of, asked["budget"], asked["ratio"])
-        if kind_of == "checkpoint":
-            asked["placement"] = self._placement()
-        tries = self._number("max_retries", 10, least=0) if self._flag("retry_on_error") else 0
-        work = TrialWork(
-            *self._sizes(),
-            repeats=self._whole("n_reps", 5),
-            warmup=self._whole("dry_run", 1, 0),
-            threads=self._whole("threads", 1),
-        )
-        trial = Trial(
-            self.model,
-            kind_of,
+
+def _trials(
+    where: str, model: str, command: _Command, defaults: CommandDefaults
+) -> tuple[list[Trial], list[str]]:
+    """One trial per input, and notes."""
+    ratio, budget = command.ratio, _budget(where, command.memory_budget)
+    kind: Any = command.kind or ("fixed" if ratio is None else "ratio")
+    file, mark = _log_file(where, command)
+    save = kind == "get_log" or (command.type == "dtr" and command.save_logs)
+    if kind in _OF_LOGS:
+        kind = "fixed" if ratio is None else "ratio"
+        budget = math.inf if budget is None and file is not None else budget
+    options: dict[str, Any] = {}
+    if command.type in _IN_BUDGET:
+        by_ratio = kind == "ratio"
+        if (ratio if by_ratio else budget) is None:
+            missing = "ratio" if by_ratio else "memory_budget"
+            raise RematError(f"{where}: {missing} missing; kind {kind} needs it")
+        options["budget"] = math.inf if by_ratio else budget
+        options["ratio"] = ratio if by_ratio else None
+        options["time_limit"] = command.time_limit
+    if command.type in ("simrd", "dtr"):
+        options |= _eviction(where, command, options["budget"], options["ratio"])
+    if command.type == "checkpoint":
+        if not known_placement(command.placement):
+            raise RematError(
+                f"{where}: placement unknown",
+                found=repr(command.placement),
+                expected=f"K segments, {', '.join(PLACEMENTS)}",
+            )
+        options["placement"] = command.placement
+    name, sizes, notes = _sizes(where, model, command, defaults)
+    if file is not None and command.config is not None:
+        notes.append(f"{where}: config has no effect here, nor had it there")
+    # A log that is given has no inputs.
+    inputs = 1 if file is not None else command.n_inputs
+    trials = [
+        Trial(
+            model,
+            command.type,
             kind,
-            work,
-            timeout=self._number("timeout", 600.0, least=0.0, open_end=True) or 600.0,
-            retries=int(tries or 0),
+            TrialWork(
+                name,
+                sizes,
+                seed=0 if file is not None else command.seed + number,
+                repeats=command.n_reps,
+                warmup=command.dry_run,
+                threads=command.threads,
+            ),
+            timeout=command.timeout,
+            retries=command.max_retries if command.retry_on_error else 0,
             log=file,
             log_mark=mark,
-            **asked,
+            # As there: the log of the last input is saved.
+            save_log=save and file is None and number == inputs - 1,
+            **options,
         )
-        seed, inputs = self._whole("seed", 0, 0), self._whole("n_inputs", 1)
-        if file is not None:
-            return [trial]
-        works = [dataclasses.replace(work, seed=seed + number) for number in range(inputs)]
-        # As there: the log of the last input is saved.
-        return [
-            dataclasses.replace(trial, work=work, save_log=save and work is works[-1])
-            for work in works
-        ]
+        for number in range(inputs)
+    ]
+    return trials, notes
 
-    def _log_file(self, kind_of: str, kind: str) -> tuple[str | None, str]:
-        """The log that a command brings along, and a hash of it."""
-        if kind not in _OF_LOGS:
-            return None, ""
-        if kind_of != "simrd":
-            others = ", ".join(name for name in _KINDS if name not in _OF_LOGS)
-            fix = "logs are simulated by type simrd, and written by type dtr with save_logs: true"
-            raise self._wrong("kind", "is for simulations", kind, others, fix)
-        if kind == "get_log":
-            return None, ""
-        given = self.fields.get("file_path")
-        if not isinstance(given, str):
-            raise self._wrong("file_path", "missing; kind use_log needs it", given, "a log's path")
-        path = Path(given).expanduser()
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            fix = "kind get_log records one"
-            raise self._wrong("file_path", "cannot be read", given, "a log", fix) from error
-        if self.fields.get("config") is not None:
-            self.notes.append(f"{self.where}: config has no effect here, nor had it there")
-        return str(path), hashlib.sha256(content).hexdigest()[:12]
 
-    def _choosing(self, kind_of: str, budget: float, ratio: float | None) -> dict[str, Any]:
-        """How it is chosen what to evict."""
-        policy = self._choice("policy", ("eager", "banish", "ignore"), "eager")
-        if kind_of == "dtr" and policy != "eager":
-            fix = "other policies can be simulated: type simrd"
-            raise self._wrong("policy", "is not for live models", policy, "eager", fix)
-        name = str(self.fields.get("heuristic", "dtr-eq"))
-        try:
-            heuristic(name)
-        except RematError as error:
-            raise self._wrong("heuristic", error.what, error.found, error.expected) from error
-        # At or below some budget the whole pool is looked at.
-        key = "no_sampling_below_budget" if ratio is None else "no_sampling_below_ratio"
-        below = self._number(key, None, least=0.0)
-        tight = below is not None and (budget if ratio is None else ratio) <= below
-        return {
-            "heuristic": name,
-            "policy": policy,
-            "limit": self._number("limit", 10.0, least=1.0),
-            "sample": self._flag("use_sampling") and not tight,
-            "skip_small": self._flag("ignore_small_tensors"),
-        }
+def _log_file(where: str, command: _Command) -> tuple[str | None, str]:
+    """The log that a command brings along, and a hash of it."""
+    if command.kind in _OF_LOGS and command.type != "simrd":
+        raise RematError(
+            f"{where}: kind is for simulations: {command.kind}",
+            expected="fixed, ratio, param_sweep",
+            fix="logs are simulated by type simrd, and written by type dtr with save_logs: true",
+        )
+    if command.kind != "use_log":
+        return None, ""
+    if command.file_path is None:
+        raise RematError(f"{where}: file_path missing; kind use_log needs it")
+    path = Path(command.file_path).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RematError(
+            f"{where}: file_path cannot be read", path=path, fix="kind get_log records one"
+        ) from error
+    return str(path), hashlib.sha256(content).hexdigest()[:12]
 
-    def _placement(self) -> str:
-        name = self.fields["placement"]
-        if not isinstance(name, str) or not known_placement(name):
-            raise self._wrong("placement", "unknown", name, f"K segments, {', '.join(PLACEMENTS)}")
-        return name
 
-    def _sizes(self) -> tuple[str, tuple[tuple[str, float], ...]]:
-        name = zoo_name(self.model)
-        try:
-            base = (published_sizes if self.defaults.published else default_sizes)(name)
-        except RematError as error:
-            raise told_of(error, f"{self.model}: ") from error
-        given = {
-            key: value
-            for key, value in self.fields["extra_params"].items()
-            if key not in _RUNNING and key not in _NO_EFFECT
-        }
-        for key, value in given.items():
-            if isinstance(value, list):
-                fix = "lists in extra_params are not unfolded: write one command per value"
-                raise self._wrong(f"extra_params.{key}", "is a list", value, "a number", fix)
-        if "batch_size" in self.fields:
-            given["batch_size"] = self.fields["batch_size"]
-        numbers = {key: _as_number(value) for key, value in given.items()}
-        sizes = zoo_sizes(name, numbers)
-        self.notes += [
-            f"{self.where}: {name} has no size {key!r}, ignored; it has {', '.join(base)}"
-            for key in sizes
-            if key not in base
-        ]
+def _eviction(where: str, command: _Command, budget: float, ratio: float | None) -> dict[str, Any]:
+    """How to choose what to evict."""
+    if command.type == "dtr" and command.policy != "eager":
+        raise RematError(
+            f"{where}: policy must be eager for live models, got {command.policy}",
+            fix="other policies can be simulated: type simrd",
+        )
+    try:
+        heuristic(command.heuristic)
+    except RematError as error:
+        raise told_of(error, f"{where}: heuristic: ") from error
+    # At or below some budget the whole pool is looked at.
+    below, room = command.no_sampling_below_ratio, ratio
+    if room is None:
+        below, room = command.no_sampling_below_budget, budget
+    tight = below is not None and room <= below
+    return {
+        "heuristic": command.heuristic,
+        "policy": command.policy,
+        "limit": command.limit,
+        "sample": command.use_sampling and not tight,
+        "skip_small": command.ignore_small_tensors,
+    }
+
+
+def _sizes(
+    where: str, model: str, command: _Command, defaults: CommandDefaults
+) -> tuple[str, tuple[tuple[str, float], ...], list[str]]:
+    """The model in the zoo, its sizes, and notes about sizes that it does not have."""
+    name = zoo_name(model)
+    extra = {k: v for k, v in command.extra_params.items() if k not in _RUNNING | _NO_EFFECT}
+    lists = [key for key, value in extra.items() if isinstance(value, list)]
+    if lists:
+        raise RematError(
+            f"{where}: extra_params.{lists[0]} is a list",
+            fix="lists in extra_params are not unfolded: write one command per value",
+        )
+    if command.batch_size is not None:
+        extra["batch_size"] = command.batch_size
+    try:
+        base = (published_sizes if defaults.published else default_sizes)(name)
+        sizes = zoo_sizes(name, {key: _as_number(value) for key, value in extra.items()})
         known = {key: value for key, value in sizes.items() if key in base}
-        try:
-            full = {**base, **checked_sizes(name, known)}
-        except RematError as error:
-            raise told_of(error, f"{self.where}: ") from error
-        return name, tuple(sorted(full.items()))
+        full = {**base, **checked_sizes(name, known)}
+    except RematError as error:
+        raise told_of(error, f"{where}: ") from error
+    notes = [
+        f"{where}: {name} has no size {key!r}, ignored; it has {', '.join(base)}"
+        for key in sizes
+        if key not in base
+    ]
+    return name, tuple(sorted(full.items())), notes
 
-    def _budget(self) -> float | None:
-        value = self.fields.get("memory_budget")
-        if value is None:
-            return None
-        number = _as_number(value)
-        if isinstance(number, str):
-            try:
-                return float(parse_bytes(number))
-            except BudgetError as error:
-                raise self._wrong("memory_budget", error.what, value, error.expected) from error
-        if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
-            raise self._wrong("memory_budget", "is not a number", value, "bytes, such as 2GiB")
-        if number == -1:
-            return math.inf  # the original's word for no budget
-        if number <= 0:
-            raise self._wrong("memory_budget", "is not above 0", value, "bytes, or -1 for no limit")
-        return float(number)
 
-    def _choice(self, key: str, choices: tuple[str, ...], default: str | None) -> Any:
-        value = self.fields.get(key, default)
-        if value not in choices:
-            raise self._wrong(key, "unknown", value, ", ".join(choices))
-        return value
-
-    def _whole(self, key: str, default: int, least: int = 1) -> int:
-        number = self._number(key, default, least=least)
-        if number is None or number != int(number):
-            raise self._wrong(key, "is not a whole number", self.fields.get(key), "a whole number")
-        return int(number)
-
-    def _number(
-        self, key: str, default: float | None, *, least: float, open_end: bool = False
-    ) -> float | None:
-        value = self.fields.get(key, self.fields["extra_params"].get(key, default))
-        if value is None:
-            return None
-        number = _as_number(value)
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise self._wrong(key, "is not a number", value, "a number")
-        if not (number > least if open_end else number >= least) or math.isinf(number):
-            word = "above" if open_end else "at least"
-            raise self._wrong(key, "is out of range", value, f"a number {word} {least:g}")
-        return number
-
-    def _flag(self, key: str) -> bool:
-        value = self.fields.get(key, self.fields["extra_params"].get(key, False))
-        if not isinstance(value, bool):
-            raise self._wrong(key, "is not true or false", value, "true or false")
-        return value
-
-    def _wrong(
-        self, key: str, what: str, found: object, expected: object, fix: str | None = None
-    ) -> RematError:
-        shown = None if found is None else repr(found)
-        return RematError(f"{self.where}: {key} {what}", found=shown, expected=expected, fix=fix)
+def _budget(where: str, value: float | str | None) -> float | None:
+    """Bytes; -1 is the original's word for no budget."""
+    if value is None:
+        return None
+    try:
+        budget = float(parse_bytes(value)) if isinstance(value, str) else value
+    except BudgetError as error:
+        raise told_of(error, f"{where}: memory_budget: ") from error
+    if budget == -1:
+        return math.inf
+    if not budget > 0:
+        raise RematError(f"{where}: memory_budget must be above 0, or -1 for none", found=value)
+    return budget
 
 
 def _as_number(value: Any) -> Any:
@@ -384,7 +385,7 @@ def ignored_keys(
     return notes
 
 
-def told_of(error: RematError, where: str = "", path: Path | None = None) -> RematError:
+def told_of(error: GradkeepError, where: str = "", path: Path | None = None) -> RematError:
     """The same error, with the place in the configuration that it is about."""
     what = f"{where}{error.what}"
     return RematError(what, path=path, found=error.found, expected=error.expected, fix=error.fix)

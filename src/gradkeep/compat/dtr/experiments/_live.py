@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradkeep.compat.dtr.experiments._trial import SEGMENTS
-from gradkeep.data.architectures._catalog import build
+from gradkeep.compat.dtr.zoo import build
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import memory_budget, record
 from gradkeep.remat.online._runtime import OnlineRuntime
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gradkeep.compat.dtr.experiments._trial import TrialWork
-    from gradkeep.data.architectures._catalog import Workload
+    from gradkeep.compat.dtr.zoo import Workload
 
     Step = Callable[[], object]
 

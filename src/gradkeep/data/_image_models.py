@@ -1,22 +1,93 @@
-"""Residual networks: blocks defined once, with named stages or as one chain of layers.
-
-A chain (`nn.Sequential`) can be cut anywhere, as checkpointing in segments needs it.
-"""
+"""Models of pictures: linear layers, convolutions, residual networks."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gradkeep.data.architectures._convolutional import classify
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Sequence
 
-_LARGE = {
+
+class MLP(nn.Module):
+    """Linear layers `l1`, `l2`, `l3`, ... with ReLU between them; 85,002 parameters as it is."""
+
+    def __init__(
+        self, *, inputs: int = 64, hidden: Sequence[int] = (256, 256), classes: int = 10
+    ) -> None:
+        super().__init__()
+        for number, (wide, out) in enumerate(pairwise([inputs, *hidden, classes]), 1):
+            self.add_module(f"l{number}", nn.Linear(wide, out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures of any shape `[N, ...]`."""
+        x = x.flatten(1)
+        for number, layer in enumerate(self.children()):
+            x = layer(functional.relu(x) if number else x)
+        return x
+
+
+class CNN(nn.Module):
+    """Two convolutions, `conv1` and `conv2`, and a linear layer `fc`; 29,066 parameters as it is."""
+
+    def __init__(
+        self, *, width: int = 32, channels: int = 1, side: int = 8, classes: int = 10
+    ) -> None:
+        super().__init__()
+        self.channels, self.side = channels, side
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.fc = nn.Linear(2 * width * (side // 2) ** 2, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, C, H, W]` or flat `[N, C * H * W]`."""
+        x = x.reshape(-1, self.channels, self.side, self.side)
+        x = functional.relu(self.conv1(x))
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+        logits: torch.Tensor = self.fc(x.flatten(1))
+        return logits
+
+
+# Times the width, for each convolution; the picture is halved after each group.
+_GROUPS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
+
+
+class VGG16(nn.Module):
+    """`conv1` to `conv13`, each with `bn1` to `bn13`, then `l1`, the names that MetaStore uses.
+
+    `hidden` puts linear layers before the last one: with two of them, `l3` gives the logits.
+    """
+
+    def __init__(self, *, classes: int = 10, width: int = 64, hidden: Sequence[int] = ()) -> None:
+        super().__init__()
+        widths = [3, *(width * times for group in _GROUPS for times in group)]
+        for number, (wide, out) in enumerate(pairwise(widths), 1):
+            self.add_module(f"conv{number}", nn.Conv2d(wide, out, 3, padding=1))
+            self.add_module(f"bn{number}", nn.BatchNorm2d(out))
+        self.linears = len(hidden) + 1
+        for number, (wide, out) in enumerate(pairwise([widths[-1], *hidden, classes]), 1):
+            self.add_module(f"l{number}", nn.Linear(wide, out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, 3, 32, 32]`."""
+        number = 0
+        for group in _GROUPS:
+            for _ in group:
+                number += 1
+                x = self.get_submodule(f"bn{number}")(self.get_submodule(f"conv{number}")(x))
+                x = functional.relu(x)
+            x = functional.max_pool2d(x, 2)
+        x = x.flatten(1)
+        for number in range(1, self.linears + 1):
+            x = self.get_submodule(f"l{number}")(functional.relu(x) if number > 1 else x)
+        return x
+
+
+BLOCKS = {
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
     "resnet50": (3, 4, 6, 3),
@@ -43,7 +114,7 @@ def _padded(inputs: int, outputs: int, stride: int) -> nn.Module:
     return PaddedShortcut(inputs, outputs, stride) if stride != 1 else nn.Identity()
 
 
-def _projected(inputs: int, outputs: int, stride: int) -> nn.Module:
+def project_shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -87,7 +158,9 @@ class Bottleneck(nn.Module):
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         # Drawn last unless it is given: a seed must go on giving the same weights.
-        self.downsample = _projected(inputs, outputs, stride) if shortcut is None else shortcut
+        self.downsample = (
+            project_shortcut(inputs, outputs, stride) if shortcut is None else shortcut
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inside = functional.relu(self.bn1(self.conv1(x)), inplace=self.inplace)
@@ -95,7 +168,7 @@ class Bottleneck(nn.Module):
         return functional.relu(self.bn3(self.conv3(inside)) + self.downsample(x))
 
 
-def _thin_stage(inputs: int, width: int, blocks: int) -> list[nn.Module]:
+def thin_stage(inputs: int, width: int, blocks: int) -> list[nn.Module]:
     """Blocks with shortcuts without parameters; the first halves the picture if it widens it."""
     found: list[nn.Module] = []
     for _ in range(blocks):
@@ -112,9 +185,9 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = nn.Sequential(*_thin_stage(width, width, 3))
-        self.layer2 = nn.Sequential(*_thin_stage(width, 2 * width, 3))
-        self.layer3 = nn.Sequential(*_thin_stage(2 * width, 4 * width, 3))
+        self.layer1 = nn.Sequential(*thin_stage(width, width, 3))
+        self.layer2 = nn.Sequential(*thin_stage(width, 2 * width, 3))
+        self.layer3 = nn.Sequential(*thin_stage(2 * width, 4 * width, 3))
         self.fc = nn.Linear(4 * width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +206,7 @@ class _ResNet50Base(nn.Module):
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         inputs = width
-        for stage, count in enumerate(_LARGE["resnet50"]):
+        for stage, count in enumerate(BLOCKS["resnet50"]):
             narrow = width * 2**stage
             blocks = []
             for number in range(count):
@@ -144,7 +217,7 @@ class _ResNet50Base(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = functional.relu(self.bn1(self.conv1(x)))
         x = functional.max_pool2d(x, 3, stride=2, padding=1)
-        for stage in range(1, len(_LARGE["resnet50"]) + 1):
+        for stage in range(1, len(BLOCKS["resnet50"]) + 1):
             x = self.get_submodule(f"layer{stage}")(x)
         return x.mean((2, 3))
 
@@ -201,48 +274,3 @@ class ResNet9(nn.Module):
         x = x + self.residual3(x)
         logits: torch.Tensor = self.fc(x.amax((2, 3)))
         return logits
-
-
-def resnet_workload(
-    name: str, sizes: Mapping[str, int | float]
-) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """`resnet20` to `resnet1202` have 6n + 2 layers in three stages, the others four stages."""
-    classes = int(sizes["classes"])
-    model = _large_chain(name, classes) if name in _LARGE else _thin_chain(int(name[6:]), classes)
-    return model, classify(model, sizes)
-
-
-def _thin_chain(depth: int, classes: int) -> nn.Module:
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-    ]
-    inputs = 16
-    for width in (16, 32, 64):
-        layers += _thin_stage(inputs, width, (depth - 2) // 6)
-        inputs = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
-
-
-def _large_chain(name: str, classes: int) -> nn.Module:
-    narrow = name not in ("resnet18", "resnet34")
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, stride=2, padding=1),
-    ]
-    inputs = 64
-    for stage, count in enumerate(_LARGE[name]):
-        width = 64 * 2**stage
-        outputs = width * 4 if narrow else width
-        for number in range(count):
-            stride = 2 if stage and number == 0 else 1
-            shortcut = _projected(inputs, outputs, stride)
-            if narrow:
-                layers.append(Bottleneck(inputs, width, stride, shortcut, inplace=True))
-            else:
-                layers.append(BasicBlock(inputs, width, stride, shortcut))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

@@ -1,11 +1,13 @@
-"""Small convolutional networks, and networks that generate."""
+"""Workloads of pictures: residual and dense networks as chains of layers, a U-Net, a GAN.
+
+A chain (`nn.Sequential`) can be cut anywhere, as checkpointing in segments needs it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,82 +15,16 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from gradkeep.data._image_models import (
+    BLOCKS,
+    BasicBlock,
+    Bottleneck,
+    project_shortcut,
+    thin_stage,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-
-class MLP(nn.Module):
-    """Linear layers `l1`, `l2`, `l3`, ... with ReLU between them; 85,002 parameters as it is."""
-
-    def __init__(
-        self, *, inputs: int = 64, hidden: Sequence[int] = (256, 256), classes: int = 10
-    ) -> None:
-        super().__init__()
-        for number, (wide, out) in enumerate(pairwise([inputs, *hidden, classes]), 1):
-            self.add_module(f"l{number}", nn.Linear(wide, out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures of any shape `[N, ...]`."""
-        x = x.flatten(1)
-        for number, layer in enumerate(self.children()):
-            x = layer(functional.relu(x) if number else x)
-        return x
-
-
-class CNN(nn.Module):
-    """Two convolutions, `conv1` and `conv2`, and a linear layer `fc`; 29,066 parameters as it is."""
-
-    def __init__(
-        self, *, width: int = 32, channels: int = 1, side: int = 8, classes: int = 10
-    ) -> None:
-        super().__init__()
-        self.channels, self.side = channels, side
-        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
-        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
-        self.fc = nn.Linear(2 * width * (side // 2) ** 2, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, C, H, W]` or flat `[N, C * H * W]`."""
-        x = x.reshape(-1, self.channels, self.side, self.side)
-        x = functional.relu(self.conv1(x))
-        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
-        logits: torch.Tensor = self.fc(x.flatten(1))
-        return logits
-
-
-# Times the width, for each convolution; the picture is halved after each group.
-_GROUPS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
-
-
-class VGG16(nn.Module):
-    """`conv1` to `conv13`, each with `bn1` to `bn13`, then `l1`, the names that MetaStore uses.
-
-    `hidden` puts linear layers before the last one: with two of them, `l3` gives the logits.
-    """
-
-    def __init__(self, *, classes: int = 10, width: int = 64, hidden: Sequence[int] = ()) -> None:
-        super().__init__()
-        widths = [3, *(width * times for group in _GROUPS for times in group)]
-        for number, (wide, out) in enumerate(pairwise(widths), 1):
-            self.add_module(f"conv{number}", nn.Conv2d(wide, out, 3, padding=1))
-            self.add_module(f"bn{number}", nn.BatchNorm2d(out))
-        self.linears = len(hidden) + 1
-        for number, (wide, out) in enumerate(pairwise([widths[-1], *hidden, classes]), 1):
-            self.add_module(f"l{number}", nn.Linear(wide, out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, 3, 32, 32]`."""
-        number = 0
-        for group in _GROUPS:
-            for _ in group:
-                number += 1
-                x = self.get_submodule(f"bn{number}")(self.get_submodule(f"conv{number}")(x))
-                x = functional.relu(x)
-            x = functional.max_pool2d(x, 2)
-        x = x.flatten(1)
-        for number in range(1, self.linears + 1):
-            x = self.get_submodule(f"l{number}")(functional.relu(x) if number > 1 else x)
-        return x
+    from collections.abc import Callable, Mapping
 
 
 def classify(model: nn.Module, sizes: Mapping[str, int | float]) -> Callable[[], torch.Tensor]:
@@ -286,3 +222,48 @@ def _three_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
         nn.Tanh(),
         nn.Linear(hidden, outputs),
     )
+
+
+def resnet_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """`resnet20` to `resnet1202` have 6n + 2 layers in three stages, the others four stages."""
+    classes = int(sizes["classes"])
+    model = _large_chain(name, classes) if name in BLOCKS else _thin_chain(int(name[6:]), classes)
+    return model, classify(model, sizes)
+
+
+def _thin_chain(depth: int, classes: int) -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
+    inputs = 16
+    for width in (16, 32, 64):
+        layers += thin_stage(inputs, width, (depth - 2) // 6)
+        inputs = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+
+
+def _large_chain(name: str, classes: int) -> nn.Module:
+    narrow = name not in ("resnet18", "resnet34")
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    inputs = 64
+    for stage, count in enumerate(BLOCKS[name]):
+        width = 64 * 2**stage
+        outputs = width * 4 if narrow else width
+        for number in range(count):
+            stride = 2 if stage and number == 0 else 1
+            shortcut = project_shortcut(inputs, outputs, stride)
+            if narrow:
+                layers.append(Bottleneck(inputs, width, stride, shortcut, inplace=True))
+            else:
+                layers.append(BasicBlock(inputs, width, stride, shortcut))
+            inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

@@ -1,4 +1,4 @@
-"""Cost of a capture before it runs: bytes a row, seconds and memory, exact or as coordinates."""
+"""Cost of a capture before it runs: bytes a row, seconds and memory, from shapes and one timed sample."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._calls import fill
 from gradkeep.capturing._choice import (
     block_sizes,
     moment_bytes,
@@ -22,27 +22,36 @@ from gradkeep.capturing._choice import (
     worth_keeping,
 )
 from gradkeep.capturing._coordinates import coordinate_keeping
-from gradkeep.capturing._first_batch import rows_at_once, segment_bytes
-from gradkeep.capturing._keep import OVERHEAD
+from gradkeep.capturing._first_batch import (
+    rows_at_once,
+    segment_bytes,
+    segment_rows,
+)
 from gradkeep.capturing._readiness import device_of
-from gradkeep.capturing._replay import COORDINATE_ROWS
 from gradkeep.capturing._shapes import PassCount
-from gradkeep.capturing._tracer import Tracer
-from gradkeep.capturing.rules._rules import units_of, watched
+from gradkeep.capturing._tracer import Tracer, fill
+from gradkeep.capturing.rules._rules import (
+    units_of,
+    watched,
+)
 from gradkeep.factors._bits import PACKED
 from gradkeep.factors._cost import FLOPS, WRITE
 from gradkeep.store import Ragged
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
 
-    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._first_batch import Keep
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing._row_making import RowMaker
+    from gradkeep.capturing._rows import RowMaker
     from gradkeep.capturing._shapes import PassWork, ShapedCapture
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
+
+    Numbers = Mapping[int, torch.Tensor]
+    """The real tensors of a batch, by the storages of those that stand for them."""
+
 
 _PASSES_OF_PROOF = 4.0
 _TIMED_SECONDS = 1.5
@@ -81,22 +90,6 @@ class CaptureCost:
         return kept + segments * header + self.basis_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Seconds of a model's work on this machine."""
-
-    pace: float = 1.0
-    """Measured seconds of a pass, divided by the predicted ones."""
-
-    def a_pass(self, work: PassWork) -> float:
-        """One sample forward and back; each written value is touched four times."""
-        return self.pace * (work.flops / FLOPS + 4 * work.written * WRITE)
-
-    def products(self, flops: float) -> float:
-        """Large matrix products beside the passes."""
-        return max(1.0, self.pace) * flops / FLOPS
-
-
 def measured_pace(
     model: nn.Module, task: Task, batch: Any, of: GradientOf | None, work: PassWork
 ) -> float:
@@ -106,7 +99,7 @@ def measured_pace(
     cut counts as predicted.
     """
     one = to_device(rows_of(batch, 0, 1), device_of(model))
-    share = _TIMED_SECONDS / max(Clock().a_pass(work), 1e-9)
+    share = _TIMED_SECONDS / max(work.seconds, 1e-9)
     if share < 1:
         lengths = {
             leaf.shape[1] if leaf.dim() == 2 and not leaf.is_floating_point() else None
@@ -125,7 +118,7 @@ def measured_pace(
     while spent < 2 * _TIMED_SECONDS / 15:  # counting slows quick passes down
         seconds = _timed(model, task, one, of)
         least, spent = min(least, seconds), spent + max(seconds, _TIMED_SECONDS / 30)
-    return least / Clock().a_pass(count.a_row(1))
+    return least / count.a_row(1).seconds
 
 
 def _timed(model: nn.Module, task: Task, batch: Any, of: GradientOf | None) -> float:
@@ -167,28 +160,31 @@ def measure_rows(maker: RowMaker, batch: Any) -> MeasuredRows:
 
 
 def exact_cost(
-    shaped: ShapedCapture, clock: Clock, *, measured: MeasuredRows | None = None
+    shaped: ShapedCapture, pace: float, *, measured: MeasuredRows | None = None
 ) -> CaptureCost:
-    """Cost of whole gradients, from rows that ran or from shapes."""
+    """Cost of whole gradients, from rows that ran or from shapes.
+
+    `pace` is the measured seconds of a pass, divided by the predicted ones.
+    """
     prepared, rows = shaped.prepared, max(1, shaped.rows)
     counted = prepared.row_bytes + shaped.values + shaped.token_values + 4.0 * len(prepared.kept)
     row_bytes = counted if measured is None else measured.row_bytes
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values()) / rows
-    a_pass = clock.a_pass(shaped.work)
+    a_pass = pace * shaped.work.seconds
     norms = sum(
         2.0 * g * keeping.positions**2 * (r + c)
         for keeping in prepared.kept
         for g, r, c in block_sizes([keeping.form])
         if c > 1
     )
-    making = a_pass + clock.products(norms) if measured is None else measured.seconds
+    making = a_pass + max(1.0, pace) * norms / FLOPS if measured is None else measured.seconds
     tried = min(rows_at_once(prepared, rows), 32)
     segment = segment_bytes(None)
     return CaptureCost(
         kept=prepared.kept,
         row_bytes=row_bytes,
         query_bytes=row_bytes,
-        segment_rows=_power_of_two(segment / max(1.0, prepared.row_bytes), 1 << 16),
+        segment_rows=segment_rows(prepared.row_bytes, segment),
         basis_bytes=0.0,
         # Times that a value of an exact row is written, read or hashed on its way to the disk.
         row_seconds=making + 6.0 * row_bytes / 4 * WRITE,
@@ -199,7 +195,7 @@ def exact_cost(
 
 
 def coordinate_cost(
-    shaped: ShapedCapture, keep: Keep, clock: Clock, *, rows: int, chosen: bool
+    shaped: ShapedCapture, keep: Keep, pace: float, *, rows: int, chosen: bool
 ) -> CaptureCost:
     """Cost of so many bytes a row: a proof, a pass over some rows for the basis, one over all.
 
@@ -231,29 +227,22 @@ def coordinate_cost(
     moved = sum(2 * positions[u] * operations_of(block_sizes([forms[u]]), side) for u in units)
     basis_flops = sum(_basis_flops(forms[u], used * positions[u], side, keep) for u in units)
     restored = max((4.0 * u.size for u in units if forms[u].kind == "tied"), default=0.0)
-    a_pass, tried = clock.a_pass(shaped.work), 2
+    a_pass, tried = pace * shaped.work.seconds, 2
+    product = max(1.0, pace) / FLOPS  # seconds of an operation of large matrix products
     proof = tried * sum(piece.rows.nbytes for piece in pieces.values()) / shaped.rows
     proof += 3 * 4.0 * max(unit.size for unit in pieces)
     return CaptureCost(
         kept=kept,
         row_bytes=row_bytes,
         query_bytes=4.0 * size + shaped.values,
-        segment_rows=_power_of_two(segment_bytes(None) / row_bytes, COORDINATE_ROWS),
+        segment_rows=segment_rows(row_bytes, segment_bytes(None), coordinates=True),
         basis_bytes=basis + (12.0 * fold * size if keep.whitened else 4.0 * size),
-        row_seconds=a_pass + clock.products(moved),
-        fixed_seconds=(tried * (_PASSES_OF_PROOF + 1) + used) * a_pass
-        + clock.products(basis_flops),
+        row_seconds=a_pass + product * moved,
+        fixed_seconds=(tried * (_PASSES_OF_PROOF + 1) + used) * a_pass + product * basis_flops,
         row_memory=2 * (shaped.work.saved + shaped.work.largest),
         fixed_memory=max(proof, moment_bytes(forms.values()) + 3 * restored, 2.0 * basis),
         coordinates=size,
     )
-
-
-def keeps_exact(shaped: ShapedCapture, keep: Keep) -> bool:
-    """Tell whether the whole gradients of every row take no more than these bytes."""
-    if any(array.ragged for keeping in shaped.prepared.kept for array in keeping.arrays):
-        return False
-    return shaped.prepared.row_bytes + OVERHEAD <= keep.row_bytes
 
 
 def _basis_flops(form: AnyForm, positions: float, side: int, keep: Keep) -> float:
@@ -267,10 +256,3 @@ def _basis_flops(form: AnyForm, positions: float, side: int, keep: Keep) -> floa
                 few = size > 512 and side <= size // 4  # by subspace iteration
                 total += groups * (12.0 * size**2 * side if few else 40.0 * size**3)
     return total
-
-
-def _power_of_two(rows: float, most: int) -> int:
-    found = 1
-    while 2 * found <= rows and found < most:
-        found *= 2
-    return found

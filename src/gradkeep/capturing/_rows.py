@@ -1,4 +1,4 @@
-"""Rows of a capture: gradients, the values and columns beside them, and alarms about them."""
+"""Rows of a capture: gradients and the values beside them, made from batches and given to a writer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +14,26 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
-from gradkeep._arguments import instance, text, texts, writable
-from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._keeping import rows_to_store
+from gradkeep.capturing._loader import WithColumns, column_array, plain, without_columns
 from gradkeep.capturing._report import CaptureWarning
-from gradkeep.capturing._tracer import DenseSoon, Traced, check_measured
+from gradkeep.capturing._tracer import Reducer, Traced, check_measured, restore_gradients
 from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.store import Array, Layer, Ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
-    from gradkeep._preview import Preview
     from gradkeep.capturing._audit import RowAudit
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._moments import FirstMoments
-    from gradkeep.capturing._tracer import MadeSoon, Tracer
+    from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.factors._form import GradientRows
@@ -47,27 +43,15 @@ if TYPE_CHECKING:
     IdArray = np.ndarray[Any, np.dtype[np.int64]]
 
 Values = dict[str, Any]
-Columns = Sequence[str] | Mapping[str, Any]
-"""Keys of the batch; or names, each with its key, or with the values of all rows in order."""
 _TINY = 1e-18
 """Length of a gradient whose square is next to the smallest number of float32."""
 _MOST_JOINED = 4096
 """Rows that are handed to a writer at once, if they take less than a mebibyte."""
-_TAKEN = (
-    *(COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT),
-    *("id", "ids", "run", "checkpoint", "split", "capture", "example", "loss", "norm", "norms"),
-    *("output", "slope", "label", "predicted", "token_loss", "probabilities"),
-)
-_READ = (
-    *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds"),
-    *("labels", "label", "targets", "target", "y"),
-)
-"""Entries that models and tasks read: they stay in the batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeRows:
-    """Some rows as they are kept."""
+    """Some rows as they are stored."""
 
     values: Values
     """Values beside gradients, by array."""
@@ -82,12 +66,12 @@ class RowMaker(abc.ABC):
     """Makes the rows of a capture out of batches."""
 
     watched: dict[str, nn.Module]
-    """Modules whose outputs are kept as embeddings."""
+    """Modules whose outputs are stored as embeddings."""
     device: torch.device
     kept: tuple[LayerKeeping, ...] = ()
     audit: RowAudit | None = None
     moments: FirstMoments | None = None
-    """Adds up moments of the first rows, where layers are kept dense."""
+    """Adds up moments of the first rows, where layers are stored dense."""
 
     @property
     def row_bytes(self) -> float:
@@ -110,10 +94,10 @@ class RowMaker(abc.ABC):
         if self.audit is not None and ids is not None:
             losses = traced.measured.losses.detach()
             self.audit.look(ids, own, losses, traced, time.perf_counter() - started)
-        values = self._measured(traced.measured) | vectors(outputs, batch_size(own))
-        gradients, layers = self._keep(traced, values)
-        for name, column in batch.columns.items() if isinstance(batch, WithColumns) else ():
-            values[name] = _as_kept(name, column)
+        values = self._values(traced.measured) | _embeddings(outputs, batch_size(own))
+        gradients, layers = self._gradients(traced, values)
+        if isinstance(batch, WithColumns):
+            values |= {name: column_array(name, one) for name, one in batch.columns.items()}
         return MadeRows(values, gradients, layers)
 
     def layers(self) -> tuple[Layer, ...]:
@@ -126,18 +110,18 @@ class RowMaker(abc.ABC):
     @abc.abstractmethod
     def _pass(self, batch: Any, *, alone: bool) -> Traced: ...
 
-    def _measured(self, measured: Measured) -> Values:
+    def _values(self, measured: Measured) -> Values:
         return measured_values(measured)
 
     @abc.abstractmethod
-    def _keep(
+    def _gradients(
         self, traced: Traced, values: Values
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         """Gradients by array and by layer; their lengths are added to the values."""
 
     @abc.abstractmethod
     def fingerprints(self, values: Values) -> dict[str, str]:
-        """What is compared when a capture is resumed."""
+        """Facts that are compared when a capture is resumed."""
 
     def notes(self) -> list[str]:
         """Warnings for the user."""
@@ -148,8 +132,22 @@ class RowMaker(abc.ABC):
         return []
 
 
+def run_tracer(
+    tracer: Tracer,
+    batch: Any,
+    reducer: Reducer | None,
+    device: torch.device,
+    recompute: MemoryBudget | None,
+    light: frozenset[nn.Module],
+) -> Traced:
+    """Run a batch; where activations are recomputed, inside of a step of that budget."""
+    if recompute is None:
+        return tracer.run(batch, reducer=reducer, device=device)
+    return tracer.run(batch, reducer=reducer, light=light, device=device, within=recompute.step)
+
+
 def traced_fingerprints(tracer: Tracer, values: Values, skipped: Sequence[str]) -> dict[str, str]:
-    """Whose gradients are kept, and which layers have none."""
+    """Whose gradients are stored, and which layers have none."""
     outputs = tracer.of == "output" or (tracer.of is None and "slope" in values)
     return {
         "of": "output" if outputs else "loss",
@@ -167,25 +165,20 @@ class GradientMaker(RowMaker):
 
     def _pass(self, batch: Any, *, alone: bool) -> Traced:
         prepared = self.prepared
-        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
-        light: Any = ()
-        if self.recompute is not None and not alone:
-            within, light = self.recompute.step, prepared.light
-        soon: MadeSoon | None = DenseSoon(prepared.dense) if prepared.dense else None
+        reducer = Reducer(prepared.dense, restore_gradients) if prepared.dense else None
         if self.moments is not None and not alone and self.moments.open:
-            soon = self.moments.during()
-        return prepared.tracer.run(batch, soon=soon, light=light, device=self.device, within=within)
+            reducer = self.moments.reducer()
+        recompute = None if alone else self.recompute
+        return run_tracer(prepared.tracer, batch, reducer, self.device, recompute, prepared.light)
 
-    def _keep(
+    def _gradients(
         self, traced: Traced, values: Values
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
-            lengths = norms(self.kept, factors).cpu()
-        values["norms"] = lengths.float().numpy()
-        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
+            values |= norm_values(self.kept, factors)
         if self.moments is not None:
-            self.moments.add_batch(len(lengths))  # a pass that failed does not count
+            self.moments.add_batch(len(values["norm"]))  # a pass that failed does not count
         return gradients, {unit.name: rows for unit, rows in factors.items()}
 
     def fingerprints(self, values: Values) -> dict[str, str]:
@@ -194,7 +187,7 @@ class GradientMaker(RowMaker):
         return traced_fingerprints(self.prepared.tracer, values, skipped)
 
     def notes(self) -> list[str]:
-        """Which layers are not kept, and why."""
+        """Which layers are not stored, and why."""
         unused = ", ".join(unit.name for unit in self.prepared.tracer.unused)
         skipped = ", ".join(unit.name for unit in self.prepared.skipped)
         notes = [
@@ -221,14 +214,14 @@ class LossMaker(RowMaker):
         check_measured("losses", measured.losses, batch_size(batch))
         return Traced(measured, {})
 
-    def _measured(self, measured: Measured) -> Values:
+    def _values(self, measured: Measured) -> Values:
         values, logits = measured_values(measured), measured.logits
-        # Up to so many classes a row's probabilities are kept: more would be most of its bytes.
+        # Probabilities of more classes would be most of a row's bytes.
         if logits is not None and logits.shape[1] <= 256:
             values["probabilities"] = plain(logits.detach().float().softmax(1))
         return values
 
-    def _keep(
+    def _gradients(
         self, traced: Traced, values: Values
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         return {}, {}
@@ -254,7 +247,7 @@ class RowFeed:
     _parts: list[tuple[Any, Values]] = field(default_factory=list)
 
     def add(self, ids: IdArray, digests: np.ndarray[Any, Any], batch: Any) -> None:
-        """Take a batch; while moments want rows, those that are there already run once more."""
+        """Take a batch; while moments need rows, those that are there already run once more."""
         start, count = 0, len(ids)
         if not self._parts and not self.writer.needs(count):
             self.reused += count
@@ -309,11 +302,10 @@ def _half_of(rows: int, error: BaseException) -> int:
     if rows <= 1:
         raise CaptureError(
             "there is not enough memory for a single sample",
-            found=str(error).splitlines()[0][:200],
             fix="capture fewer layers at a time (layers=, with another name=)",
         ) from error
-    told = f"out of memory with {rows} samples at once: going on with {rows // 2}"
-    warnings.warn(told, CaptureWarning, stacklevel=4)
+    note = f"out of memory with {rows} samples at once: going on with {rows // 2}"
+    warnings.warn(note, CaptureWarning, stacklevel=4)
     return rows // 2
 
 
@@ -333,10 +325,14 @@ def measured_values(measured: Measured) -> Values:
     return values | {"token_loss": Ragged.of([row[~np.isnan(row)] for row in tokens])}
 
 
-def norms(kept: Sequence[LayerKeeping], factors: Mapping[LayerUnit, GradientRows]) -> torch.Tensor:
-    """The length `[B, L]` of each sample's gradient in each layer."""
+def norm_values(
+    kept: Sequence[LayerKeeping], factors: Mapping[LayerUnit, GradientRows]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """The length of each sample's gradient `[B]`, and of those of its layers `[B, L]`."""
     squared = [keeping.form.squared_norms(factors[keeping.unit]).clamp(min=0) for keeping in kept]
-    return torch.stack(squared, 1).sqrt()
+    lengths = torch.stack(squared, 1).sqrt().cpu()
+    whole = lengths.double().square().sum(1).sqrt().float()
+    return {"norms": lengths.float().numpy(), "norm": whole.numpy()}
 
 
 def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -361,23 +357,16 @@ def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
     return tuple(arrays)
 
 
-def plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The values as numpy has them; 16 bits become float32."""
-    values = tensor.detach().cpu()
-    low = values.dtype in (torch.bfloat16, torch.float16)
-    return (values.float() if low else values).numpy()
-
-
 def modules_named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """The modules with these paths."""
     known = dict(model.named_modules())
-    missing = [name for name in names if name not in known]
-    if missing:
-        raise CaptureError(
-            f"no layer {missing[0]!r} to take embeddings from",
-            found=f"{', '.join(list(known)[1:9])} ...",
-            fix="give the path of a module, such as 'fc1'",
-        )
+    for name in names:
+        if name not in known:
+            raise CaptureError(
+                f"no layer {name!r} to take embeddings from",
+                found=f"{', '.join(list(known)[1:9])} ...",
+                fix="give the path of a module, such as 'fc1'",
+            )
     return {name: known[name] for name in names}
 
 
@@ -387,20 +376,20 @@ def _first_outputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, torch.Te
     outputs: dict[str, torch.Tensor] = {}
     names = {module: name for name, module in modules.items()}
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
         if tensors:
             outputs.setdefault(names[module], tensors[0].detach())
 
     with contextlib.ExitStack() as stack:
         for module in names:
-            stack.callback(module.register_forward_hook(keep).remove)
+            stack.callback(module.register_forward_hook(hook).remove)
         yield outputs
 
 
-def vectors(outputs: dict[str, torch.Tensor], rows: int) -> dict[str, np.ndarray[Any, Any]]:
+def _embeddings(outputs: dict[str, torch.Tensor], rows: int) -> Values:
     """One vector `[B, D]` per sample: the mean over pixels `[B, D, ...]` or tokens `[B, T, D]`."""
-    found = {}
+    values = {}
     for name, output in outputs.items():
         if output.dim() < 2 or len(output) != rows:
             raise CaptureError(
@@ -412,8 +401,8 @@ def vectors(outputs: dict[str, torch.Tensor], rows: int) -> dict[str, np.ndarray
             output = output.mean(1)
         elif output.dim() > 3:
             output = output.flatten(2).mean(2)
-        found[f"embedding.{name}"] = output.float().cpu().numpy()
-    return found
+        values[f"embedding.{name}"] = output.float().cpu().numpy()
+    return values
 
 
 @dataclass(slots=True)
@@ -428,29 +417,14 @@ class RowAlarms:
 
     def look(self, ids: IdArray, values: Values, kept: Sequence[LayerKeeping]) -> None:
         """Stop at NaN and infinity, which would spoil every answer; count vanished gradients."""
-        losses, fix = values["loss"], "look at that sample, or capture an earlier checkpoint"
-        finite = np.isfinite(losses)
-        if not finite.all():
-            row = int((~finite).argmax())
-            raise CaptureError(
-                f"the loss of sample {ids[row]} is not a number; nothing of this batch was kept",
-                found=f"loss {losses[row]}",
-                fix=f"{fix}: training diverged",
-            )
+        _check_finite("loss", ids, np.isfinite(values["loss"]))
         if not kept:
             return
-        lengths = values["norms"] if "norms" in values else values["norm"][:, None]
-        finite = np.isfinite(lengths)
-        if not finite.all():
-            row, layer = np.argwhere(~finite)[0].tolist()
-            where = f" in layer {kept[layer].unit.name}" if "norms" in values else ""
-            raise CaptureError(
-                f"the gradient of sample {ids[row]} is not a number{where}; nothing of this batch "
-                "was kept",
-                found=f"loss {losses[row]}",
-                fix=f"{fix}: training diverged",
-            )
+        if "norms" in values:
+            for keeping, finite in zip(kept, np.isfinite(values["norms"]).T, strict=True):
+                _check_finite(f"gradient in layer {keeping.unit.name}", ids, finite)
         total = values["norm"]
+        _check_finite("gradient", ids, np.isfinite(total))
         zero = total == 0
         self.rows += len(total)
         self.zero += int(zero.sum())
@@ -463,13 +437,11 @@ class RowAlarms:
         if self.tiny and self.zero + self.tiny == self.rows:
             raise CaptureError(
                 f"all gradients are shorter than {_TINY:g}: products of them are zero in float32",
-                found=f"{self.rows} samples",
                 fix="multiply the loss of the task by a constant, such as 1e20",
             )
         if self.rows and self.zero == self.rows:
             raise CaptureError(
                 "all gradients are zero: there is nothing to answer questions with",
-                found=f"{self.rows} samples",
                 fix="check the task and the labels; dead units or a detached loss do this",
             )
 
@@ -486,123 +458,10 @@ class RowAlarms:
         return notes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WithColumns:
-    """A batch, and what is kept of its rows beside what the model is given."""
-
-    batch: Any
-    columns: Values
-    """A list or tensor with a value for each row, by name."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ColumnChoice:
-    """Which columns are kept, and where they come from."""
-
-    keys: dict[str, str]
-    """The key of each in a batch."""
-    whole: dict[str, Sequence[Any]]
-    """The values of all rows, in the loader's order."""
-    preview: Preview | None = None
-    """What rows look like, in the loader's order."""
-
-    @property
-    def by_order(self) -> tuple[str, ...]:
-        """Columns that belong to rows by their order alone."""
-        return (*self.whole, *(() if self.preview is None else ("preview",)))
-
-    def taken(self, batch: Any, *, at: int, rows: int) -> Any:
-        """The batch, whose first row is row `at` of the loader, with its columns beside it."""
-        if not self.keys and not self.by_order:
-            return batch
-        columns: Values = {}
-        for name, key in self.keys.items():
-            if not isinstance(batch, Mapping) or key not in batch:
-                keys = isinstance(batch, Mapping) and ", ".join(map(str, batch))
-                raise CaptureError(
-                    f"no column {key!r} in the batch",
-                    found=keys or type(batch).__name__,
-                    expected="batches that are dicts, with the column as a list or tensor",
-                    fix="let the collate function pass it on, or give all values in the loader's "
-                    f"order: columns={{{name!r}: dataset[{key!r}]}}",
-                )
-            columns[name] = batch[key]
-        if isinstance(batch, Mapping):
-            gone = [key for key in self.keys.values() if key not in _READ]
-            batch = {key: value for key, value in batch.items() if key not in gone}
-        columns |= {name: values[at : at + rows] for name, values in self.whole.items()}
-        if self.preview is not None:
-            columns |= self.preview.copied(range(at, at + rows))
-        for name, values in columns.items():
-            _check_length(name, values, rows)
-            if not isinstance(values, torch.Tensor):
-                columns[name] = list(values)
-            _as_kept(name, columns[name])  # before a model runs
-        return WithColumns(batch, columns)
-
-    def check_all_used(self, rows: int) -> None:
-        """Raise if a column has values for more rows than there were."""
-        for name, values in self.whole.items():
-            _check_length(name, values, rows)
-
-
-def column_choice(columns: Columns | None, preview: Preview | None = None) -> ColumnChoice:
-    """Parse the `columns` argument of a capture."""
-    error, choice = CaptureError, ColumnChoice({}, {}, preview)
-    if columns is not None and not isinstance(columns, Mapping):
-        columns = {name: name for name in texts("columns", columns, error=error)}
-    for name, source in (columns or {}).items():
-        text("columns", name, error=error)
-        if name in _TAKEN:
-            raise CaptureError(
-                f"a column cannot be called {name!r}: every capture has one",
-                expected=f"another name than {', '.join(_TAKEN)}",
-                fix=f"columns={{'document': {name!r}}} keeps it under another name",
-            )
-        if isinstance(source, str):
-            choice.keys[name] = source
-            continue
-        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            expected = "the key of a column in the batch, or the values of all rows"
-            instance("columns", source, Sequence, error=error, expected=expected)
-        choice.whole[name] = source
-    return choice
-
-
-def without_columns(batch: Any) -> Any:
-    """What a model is given of a batch."""
-    return batch.batch if isinstance(batch, WithColumns) else batch
-
-
-def _as_kept(name: str, column: Any) -> np.ndarray[Any, Any] | Ragged:
-    """Numbers `[B]`, or texts as the bytes of their UTF-8."""
-    if isinstance(column, torch.Tensor):
-        values, found = plain(column), f"a tensor of shape {tuple(column.shape)}"
-    else:
-        kinds = {type(value) for value in column}
-        if kinds == {str}:
-            broken = [value for value in column if not writable(value)]
-            if not broken:
-                return Ragged.of_texts(column)
-            values, found = np.empty((0, 0)), f"a text that is no UTF-8: {broken[0][:40]!r}"
-        else:
-            values, found = np.asarray(column), ", ".join(sorted(kind.__name__ for kind in kinds))
-    if values.ndim == 1 and (isinstance(column, torch.Tensor) or values.dtype.kind in "biuf"):
-        return values
-    raise CaptureError(
-        f"column {name!r} holds what cannot be kept",
-        found=found,
-        expected="a text for each row, or a number for each row",
-        fix="fill what is missing, and turn lists and dicts into texts, for instance with json.dumps",
-    )
-
-
-def _check_length(name: str, values: Any, rows: int) -> None:
-    if not hasattr(values, "__len__") or len(values) != rows:
-        known = hasattr(values, "__len__")
+def _check_finite(what: str, ids: IdArray, finite: np.ndarray[Any, Any]) -> None:
+    if not finite.all():
         raise CaptureError(
-            f"column {name!r} must have a value for each row",
-            found=f"{len(values)} values" if known else type(values).__name__,
-            expected=f"{rows} values",
-            fix="give them in the loader's order; of packed batches, one for each document",
+            f"the {what} of sample {ids[int((~finite).argmax())]} is not a number; nothing of this "
+            "batch was kept",
+            fix="look at that sample, or capture an earlier checkpoint: training diverged",
         )
