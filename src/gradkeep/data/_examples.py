@@ -45,10 +45,8 @@ def known_name(
         return name
     near = difflib.get_close_matches(str(name)[:200], names, n=3, cutoff=0.4)
     raise DataError(
-        f"there is no such {what}",
+        f"there is no such {what}: {_arguments.shown(name)}; expected {', '.join(near or names)}",
         path=path,
-        found=_arguments.shown(name),
-        expected=", ".join(near or names),
         fix=fix,
     )
 
@@ -120,9 +118,8 @@ def whole_labels(
 
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise DataError(
-            "labels are whole numbers, one per row",
+            f"labels are whole numbers, one per row: {values.dtype} of shape {list(values.shape)}",
             path=path,
-            found=f"{values.dtype} of shape {list(values.shape)}",
         )
     return torch.from_numpy(values.astype("int64"))
 
@@ -147,18 +144,15 @@ def check_labels(
         raise DataError("labels are whole numbers, one per row", path=path, found=found)
     if len(labels) != rows:
         raise DataError(
-            "there are not as many labels as rows",
+            f"there are not as many labels as rows: {len(labels)} labels; expected {rows}",
             path=path,
-            found=f"{len(labels)} labels",
-            expected=f"{rows}",
         )
     wrong = ((labels < 0) | (labels >= len(classes))).nonzero()
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise DataError(
-            f"{len(wrong)} labels are out of range",
+            f"{len(wrong)} labels are out of range: {int(labels[first])} in row {first[0]}",
             path=path,
-            found=f"{int(labels[first])} in row {first[0]}",
             expected=f"0 to {len(classes) - 1}, for {len(classes)} classes",
         )
 
@@ -189,9 +183,8 @@ def channels_first(
         places = {"first": shape[1] in _CHANNELS, "last": shape[3] in _CHANNELS}
         if channels is None and places["first"] == places["last"]:
             raise DataError(
-                "the shape does not say where the channels are",
+                f"the shape does not say where the channels are: {shape}",
                 path=path,
-                found=shape,
                 fix='say channels="first" or channels="last"',
             )
         if channels == "last" or (channels is None and places["last"]):

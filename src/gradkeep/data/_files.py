@@ -51,9 +51,8 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     head = content[:4]
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES:
         raise DataError(
-            "this is no idx file",
+            f"this is no idx file: it begins with {head.hex(' ') or 'nothing'}",
             path=path,
-            found=f"it begins with {head.hex(' ') or 'nothing'}",
             expected=f"00 00, then one of {' '.join(f'{code:02x}' for code in _TYPES)}",
         )
     dtype, start = np.dtype(_TYPES[head[2]]), 4 + 4 * head[3]
@@ -253,9 +252,8 @@ def read_pickled(path: str | os.PathLike[str]) -> dict[Any, Any]:
             found = _Unpickler(file, encoding="bytes").load()
     except Exception as error:  # damaged pickles raise nearly anything
         raise DataError(
-            "the pickle is damaged or holds more than data",
+            f"the pickle is damaged or holds more than data: {error}",
             path=path,
-            found=error,
             expected="a dictionary of arrays of bytes, lists and texts",
         ) from error
     if not isinstance(found, dict):
@@ -298,9 +296,8 @@ def load_cifar10(
         images, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     if images.dtype != np.uint8 or sorted(images.shape[1:]) != sorted(_SHAPE):
         raise DataError(
-            "these are no pictures of CIFAR-10",
+            f"these are no pictures of CIFAR-10: {images.dtype} of shape {list(images.shape)}",
             path=path,
-            found=f"{images.dtype} of shape {list(images.shape)}",
             expected="uint8 of shape [N, 32, 32, 3]",
         )
     labels = whole_labels(values, path=path)
@@ -347,10 +344,8 @@ def _pickled(path: Path) -> Arrays:
         )
     if len(labels) != len(data):
         raise DataError(
-            "there are not as many labels as rows",
+            f"there are not as many labels as rows: {len(labels)} labels; expected {len(data)}",
             path=path,
-            found=f"{len(labels)} labels",
-            expected=len(data),
         )
     return data.reshape(-1, *_SHAPE), np.array(labels, np.int64)
 
@@ -360,9 +355,8 @@ def _binary(path: Path) -> Arrays:
     content = np.fromfile(path, np.uint8)
     if not len(content) or len(content) % (1 + _PIXELS):
         raise DataError(
-            "this is no whole batch of CIFAR-10",
+            f"this is no whole batch of CIFAR-10: {len(content):,} bytes",
             path=path,
-            found=f"{len(content):,} bytes",
             expected=f"a multiple of {1 + _PIXELS:,}",
             fix="copy or download it again",
         )

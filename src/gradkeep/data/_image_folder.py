@@ -61,9 +61,8 @@ class ImageFolder:
             return image
         if min(image.size) < self.crop:
             raise DataError(
-                "the picture is smaller than the crop",
+                f"the picture is smaller than the crop: {image.width} x {image.height}",
                 path=file,
-                found=f"{image.width} x {image.height}",
                 expected=f"at least {self.crop} x {self.crop}",
                 fix=f"add resize={self.crop}",
             )

@@ -50,8 +50,7 @@ class Vocabulary:
         numbers = {word: number for number, word in enumerate(self.words)}
         if self.words[:4] != _SPECIAL or len(numbers) != len(self.words):
             raise DataError(
-                "a vocabulary holds every word once",
-                found=self.words[:6],
+                f"a vocabulary holds every word once: {self.words[:6]}",
                 expected=f"first {' '.join(_SPECIAL)}",
             )
         object.__setattr__(self, "_numbers", numbers)
@@ -218,9 +217,8 @@ def _read(path: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
         place = _place(label, classes)
         if place is None or not text.strip():
             raise DataError(
-                f"row {number} is no text with its class",
+                f"row {number} is no text with its class: class {label!r}, text {text[:40]!r}",
                 path=path,
-                found=f"class {label!r}, text {text[:40]!r}",
                 expected=f"class 1 to {len(classes)} or one of {', '.join(classes)}",
             )
         texts.append(_clean(text))
@@ -294,9 +292,8 @@ def load_characters(
     tokens = tokens[:end] if split == "train" else tokens[end:]
     if len(tokens) <= length:
         raise DataError(
-            f"the text of {split!r} is shorter than one window",
+            f"the text of {split!r} is shorter than one window: {len(tokens)} characters",
             path=path,
-            found=f"{len(tokens)} characters",
             expected=f"more than length={length}",
         )
     # Views of one tensor: windows that overlap cost nothing.

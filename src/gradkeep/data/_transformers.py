@@ -18,8 +18,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         if dim % heads:
             raise DataError(
-                "dim is no multiple of heads",
-                found=f"dim={dim}, heads={heads}",
+                f"dim is no multiple of heads: dim={dim}, heads={heads}",
                 expected=f"dim={dim // heads * heads or heads}",
             )
         self.heads, self.dropout = heads, dropout
@@ -54,8 +53,7 @@ def check_length(found: int, longest: int) -> None:
     """Refuse sequences for which there are no positions."""
     if found > longest:
         raise DataError(
-            "the sequence is longer than the model's positions",
-            found=found,
+            f"the sequence is longer than the model's positions: {found}",
             expected=f"at most {longest}",
             fix=f"build the model with length={found}, or cut the sequence",
         )

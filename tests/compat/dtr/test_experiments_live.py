@@ -294,7 +294,7 @@ def test_bad_command_lines_get_a_message_and_no_traceback(words, message, tmp_pa
         ({"sizes": {"length": "long"}}, "whole number"),
         ({"placements": ["everywhere"]}, "placement unknown"),
         ({"live_heuristics": ["dtrr"]}, "heuristic"),
-        ({"live_ratios": [0]}, "above 0"),
+        ({"live_ratios": [0]}, "> 0"),
         ({"live_ratios": []}, "empty"),
     ],
 )

@@ -93,8 +93,7 @@ def _value(flag: Flag, given: Any) -> Any:
         return flag.kind(given)
     except (TypeError, ValueError) as error:
         raise DatamodelsError(
-            f"--{flag.name} has a wrong value",
-            found=repr(given),
+            f"--{flag.name} has a wrong value: {given!r}",
             expected=getattr(flag.kind, "__name__", str(flag.kind)),
         ) from error
 

@@ -98,10 +98,8 @@ class NpyFolder:
         """Refuse an index that is no row: before anything is trained."""
         if not 0 <= index < self.spec.num_models:
             raise DatamodelsError(
-                "there is no such model",
+                f"there is no such model: index {index}; expected 0 to {self.spec.num_models - 1}",
                 path=self.path,
-                found=f"index {index}",
-                expected=f"0 to {self.spec.num_models - 1}",
             )
 
     def write(self, index: int, returned: Mapping[str, Any]) -> None:
@@ -116,9 +114,8 @@ class NpyFolder:
             self._write(_FLAGS, index, np.array(True))
         except OSError as error:
             raise WriteFailed(
-                f"model {index} could not be written; it is not marked as done",
+                f"model {index} could not be written; it is not marked as done: {error.strerror}",
                 path=self.path,
-                found=error.strerror,
                 fix="make room and run this index again",
             ) from error
 
@@ -162,9 +159,8 @@ def mapped(files: Mapping[str, Path], first: str) -> dict[str, AnyArray]:
     for name, array in arrays.items():
         if len(array) != len(arrays[first]):
             raise DatamodelsError(
-                "the arrays do not have the same number of models",
+                f"the arrays do not have the same number of models: {len(array)}",
                 path=files[name],
-                found=len(array),
                 expected=len(arrays[first]),
             )
     return arrays
@@ -227,8 +223,7 @@ def _called(main: Callable[..., Any], index: int, logdir: str) -> Any:
     except SystemExit as error:
         # Scripts that refuse their flags often end Python, some with a code that means success.
         raise DatamodelsError(
-            f"model {index}: main ended Python instead of returning",
-            found=f"exit code {error.code}",
+            f"model {index}: main ended Python instead of returning: exit code {error.code}",
             expected="a dictionary",
             fix="look at what it printed: often a flag of the script is missing",
         ) from error

@@ -80,9 +80,8 @@ def collect_completed(
     for name in (masks, outputs):
         if name not in [field.name for field in folder.spec.fields]:
             raise DatamodelsError(
-                "there is no such array in the store directory",
+                f"there is no such array in the store directory: {name}",
                 path=folder.path,
-                found=name,
                 expected=", ".join(field.name for field in folder.spec.fields),
             )
     rows = np.arange(folder.spec.num_models)
@@ -120,8 +119,7 @@ def compute_datamodels(
     total = num_train + num_val
     if min(num_train, num_val, lambdas) < 1 or total > len(data.targets):
         raise DatamodelsError(
-            "there are not enough models",
-            found=f"{len(data.targets)} completed models",
+            f"there are not enough models: {len(data.targets)} completed models",
             expected=f"num_train {num_train} and num_val {num_val}, both at least 1",
             fix="train more, or ask for fewer",
         )
@@ -320,9 +318,8 @@ def read_log(folder: str | os.PathLike[str]) -> dict[str, AnyArray]:
             found[name] = np.concatenate([*parts[:-1], parts[-1][:used]])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatamodelsError(
-            "this is no folder of regression logs",
+            f"this is no folder of regression logs: {type(error).__name__}: {error}",
             path=place,
-            found=f"{type(error).__name__}: {error}",
             expected="metadata.csv and FIELD_0.npy, as compute_datamodels writes them",
         ) from error
     order = found.pop(MAPPING, None)

@@ -67,8 +67,7 @@ def install() -> InstalledNames:
     taken = [name for owner, name, _ in wanted if hasattr(owner, name)]
     if taken:
         raise RematError(
-            "this torch has names of the prototype already",
-            found=", ".join(taken),
+            f"this torch has names of the prototype already: {', '.join(taken)}",
             fix="is it the prototype's own build? Then nothing needs to be installed",
         )
     for owner, name, made in (*wanted, *stand_ins()):

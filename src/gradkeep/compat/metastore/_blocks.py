@@ -54,17 +54,15 @@ def target_layers(experiment: MetaStoreExperiment, network: nn.Module) -> dict[s
         if not paths:
             there = [layer for layer, _ in unwrap(network, "net", valid)]
             raise CaptureError(
-                f"{where}: no layer {name!r}",
+                f"{where}: no layer {name!r}: {', '.join([*there[:3], '...', *there[-3:]])}",
                 path=experiment.config,
                 expected="'net_' and the path of a layer, such as net_conv13",
-                found=", ".join([*there[:3], "...", *there[-3:]]),
                 fix="gradkeep.compat.metastore.unwrap(model, 'net', types) lists them",
             )
         if len(paths) > 1:
             raise CaptureError(
-                f"{where}: {name!r} means two layers",
+                f"{where}: {name!r} means two layers: {', '.join(paths)}",
                 path=experiment.config,
-                found=", ".join(paths),
                 fix="write the path with dots",
             )
         if not isinstance(modules[paths[0]], valid):

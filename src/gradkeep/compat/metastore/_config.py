@@ -372,8 +372,7 @@ def parse_indices(given: str) -> tuple[int, ...]:
         last = int(match[2] or match[1]) if match else -1
         if not first <= last < first + 10_000_000:
             raise CaptureError(
-                f"--test_indices cannot be {shown(given)}",
-                found=shown(part),
+                f"--test_indices cannot be {shown(given)}: {shown(part)}",
                 expected="numbers and ranges with commas",
                 fix="for example --test_indices 3,17,20-29",
             )

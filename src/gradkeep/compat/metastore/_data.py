@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from gradkeep.compat.metastore._wordpiece import WordPiece
 from gradkeep.data import dataset, load_cifar10
@@ -14,7 +14,7 @@ from gradkeep.data._examples import Scaling
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -122,9 +122,8 @@ class DataSource:
         if not place.exists():
             tried = ", ".join(map(str, self.folder.candidates(self.files.get(key, default))))
             raise DataError(
-                f"data.{self.name}.{key}: there is nothing",
+                f"data.{self.name}.{key}: there is nothing at {tried}",
                 path=self.said_by,
-                found=f"nothing at {tried}",
                 fix=f"put the data there, or change {key}",
             )
         return place
@@ -136,43 +135,25 @@ def _holds_cifar(place: Path) -> bool:
     )
 
 
+class _Record(msgspec.Struct):
+    text: str
+    label: Annotated[int, msgspec.Meta(ge=0, lt=len(NEWS))]
+
+
 def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
     """A JSON list of `{"text": ..., "label": 0 to 3}`; other keys are passed over."""
     import torch
 
+    filled = Annotated[list[_Record], msgspec.Meta(min_length=1)]
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        records = msgspec.json.decode(path.read_bytes(), type=filled)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            "the texts cannot be read",
+            f"the texts cannot be read: {' '.join(str(error).split())[:200]}",
             path=path,
-            found=" ".join(str(error).split())[:200],
-            expected='a JSON list of {"text": ..., "label": ...}',
-        ) from None
-    texts, labels = _columns(path, found)
-    ids, mask = pieces.encode(texts, length=32)
-    return WordPieceTexts(
-        torch.from_numpy(ids), torch.from_numpy(mask), torch.tensor(labels), NEWS, pieces
-    )
-
-
-def _columns(path: Path, found: object) -> tuple[Sequence[str], Sequence[int]]:
-    if not isinstance(found, list) or not found:
-        raise DataError(
-            "these are no records",
-            path=path,
-            found=type(found).__name__ if found else "nothing",
             expected='a JSON list of {"text": ..., "label": ...}',
             fix="write it with DataFrame.to_json(path, orient='records')",
-        )
-    for number, record in enumerate(found):
-        text = record.get("text") if isinstance(record, Mapping) else None
-        label = record.get("label") if isinstance(record, Mapping) else None
-        if not isinstance(text, str) or type(label) is not int or not 0 <= label < len(NEWS):
-            raise DataError(
-                f"record {number} is no text with its class",
-                path=path,
-                found=str(record)[:120],
-                expected=f'"text", and "label" from 0 to {len(NEWS) - 1}',
-            )
-    return [record["text"] for record in found], [record["label"] for record in found]
+        ) from None
+    ids, mask = pieces.encode([record.text for record in records], length=32)
+    labels = torch.tensor([record.label for record in records])
+    return WordPieceTexts(torch.from_numpy(ids), torch.from_numpy(mask), labels, NEWS, pieces)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._display import format_size
-from gradkeep._surroundings import install_hint
-from gradkeep.errors import MissingExtra
+from gradkeep.remat.simulator._picture import new_figure, save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,23 +125,12 @@ def draw_sweep(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
     done = [row for row in rows if not row.error]
     if not done:
         return []
-    figure = _figure(done)
-    paths = [folder / "sweep.png", folder / "sweep.svg"]
-    figure.savefig(paths[0], dpi=110)
-    # No date: the same rows give the same file.
-    figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return save_figure(_figure(done), folder, "sweep")
 
 
 def _figure(rows: Sequence[SweptMethod]) -> Any:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
-    mpl.rcParams["svg.hashsalt"] = "gradkeep"
     cases = list(dict.fromkeys((row.data, row.model, row.samples, row.queries) for row in rows))
-    figure = Figure(figsize=(3.6 * len(cases) + 1.2, 6.4), layout="constrained")
+    figure = new_figure(3.6 * len(cases) + 1.2, 6.4)
     axes = figure.subplots(2, len(cases), squeeze=False)
     for column, case in enumerate(cases):
         own = [row for row in rows if (row.data, row.model, row.samples, row.queries) == case]

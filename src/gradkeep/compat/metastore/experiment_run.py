@@ -152,5 +152,4 @@ def write_pictures(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
     """Write `sweep.png` and `sweep.svg` and return them; nothing where no method could be run."""
     from gradkeep.compat.metastore._results import draw_sweep
 
-    folder.mkdir(parents=True, exist_ok=True)
     return draw_sweep(rows, folder)

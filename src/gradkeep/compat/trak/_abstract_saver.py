@@ -148,9 +148,8 @@ class AbstractSaver(ABC):
             return said
         if cut_off == "raise":
             raise AttributionError(
-                "the settings of these results cannot be read",
+                "the settings of these results cannot be read: no JSON object",
                 path=path,
-                found="no JSON object",
                 fix="use another save_dir; or, if the settings are the same, delete this file",
             )
         # A saver that writes in place leaves half a document when it is killed. What it says is

@@ -170,9 +170,8 @@ def _write(store: gs.Store, key: gs.CaptureKey, arrays: dict[str, Any], about: A
 def _mapped(path: Path, shape: tuple[int, ...] | None) -> Any:
     if not path.resolve().is_relative_to(path.parent.parent.resolve()):
         raise AttributionError(
-            "this file is a link that leads out of the folder; it was not read",
+            f"this file is a link that leads out of the folder; it was not read: {path.resolve()}",
             path=path,
-            found=path.resolve(),
             fix="put the file itself in its place",
         )
     try:
@@ -183,10 +182,8 @@ def _mapped(path: Path, shape: tuple[int, ...] | None) -> Any:
         ) from error
     if shape is not None and values.shape != shape:
         raise AttributionError(
-            "this array has another shape than its folder says",
+            f"this array has another shape than its folder says: {values.shape}; expected {shape}",
             path=path,
-            found=values.shape,
-            expected=shape,
         )
     return values
 
@@ -204,9 +201,8 @@ def _json(path: Path) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:
         raise AttributionError(
-            "this file was cut off while it was written",
+            f"this file was cut off while it was written: {str(error)[:200]}",
             path=path,
-            found=str(error)[:200],
             fix="restore it from a copy, or featurize again",
         ) from error
     if not isinstance(found, dict):
@@ -220,9 +216,8 @@ def _whole(fields: Any, name: str, path: Path) -> int:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
         raise AttributionError(
-            f"there is no {name!r} in the results of TRAK",
+            f"there is no {name!r} in the results of TRAK: {repr(value)[:60]}",
             path=path,
-            found=repr(value)[:60],
             expected="a whole number above 0",
         )
     return value

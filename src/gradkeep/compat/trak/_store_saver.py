@@ -387,8 +387,7 @@ class MmapSaver(AbstractSaver):
             self.store.rows(name, schema, num_rows=FINALIZATIONS)
         except SchemaMismatch as error:
             raise AttributionError(
-                f"{self.save_dir} was begun with other settings",
-                found=error.found,
+                f"{self.save_dir} was begun with other settings: {error.found}",
                 fix="use the same settings, or another save_dir",
             ) from error
 

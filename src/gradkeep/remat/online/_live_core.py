@@ -456,8 +456,7 @@ class LiveCore(EvictionCore):
             self._forget(storage)
         if failed is not None:
             raise RematError(
-                "a tensor could not be made again; it now holds not-a-number",
-                found=str(failed),
+                f"a tensor could not be made again; it now holds not-a-number: {failed!s}",
                 fix="use mode='planned', or no budget, for this model",
             ) from failed
 

@@ -62,32 +62,29 @@ _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsa
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _LOGGER = logging.getLogger("gradkeep.remat")
-_MEASURED = 32
 
 
 class Pace:
-    """What the first operators take by themselves, and with all that is done around them."""
+    """What the first operators take alone, and with everything that is done around them."""
 
     def __init__(self) -> None:
-        self._seen = 0
-        self._whole: list[int] = []
-        self._alone: list[int] = []
+        self._seen = self._whole = self._alone = 0
 
     def known(self, whole: int, alone: int) -> bool:
         """Note one operator, in nanoseconds of its thread; whether enough have been seen."""
         if alone <= 0:
             return False  # a view: nothing ran
         self._seen += 1
-        # At first it is looked up what operators are.
+        # At the first sixteen it is looked up what operators are. Sums, not medians: many small
+        # operators do no harm beside a few large ones.
         if self._seen > 16:
-            self._whole.append(whole)
-            self._alone.append(alone)
-        return len(self._whole) >= _MEASURED
+            self._whole += whole
+            self._alone += alone
+        return self._seen >= 48
 
     def warning(self) -> str | None:
-        """Say it, once and early, if a plan is what this step needs."""
-        # Sums, not medians: many small operators do no harm beside a few large ones.
-        whole, alone = sum(self._whole) / _MEASURED, sum(self._alone) / _MEASURED
+        """Warn once and early if this step needs a plan."""
+        whole, alone = self._whole / 32, self._alone / 32
         # Times the plain time, before anything is evicted; at .8 of the peak it is three to ten
         # times as much.
         if whole < 3.0 * alone:

@@ -276,17 +276,9 @@ class MemoryBudget:
             yield self
 
     @contextlib.contextmanager
-    def _step(
-        self, inputs: Any, *, keep_all: bool = False, repeatable: bool = False
-    ) -> Iterator[None]:
+    def _step(self, inputs: Any, **options: bool) -> Iterator[None]:
         given = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        session = BudgetSession(
-            self._planner,
-            automatic=False,
-            inputs=given,
-            keep_all=keep_all,
-            repeatable=repeatable,
-        )
+        session = BudgetSession(self._planner, automatic=False, inputs=given, **options)
         session.open()
         try:
             yield
@@ -424,9 +416,7 @@ def memory_budget(
     """
     if recordings < 2:
         raise BudgetError(
-            "too few recordings",
-            found=recordings,
-            expected="at least 2, to see what stays the same",
+            f"too few recordings: {recordings}; expected at least 2, to see what stays the same"
         )
     smallest = None if min_size is None else parse_bytes(min_size)
     if not effort > 0:

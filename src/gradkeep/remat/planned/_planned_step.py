@@ -19,7 +19,7 @@ from gradkeep.remat._rerun import same_content
 from gradkeep.remat._tensors import WATCHED_OTHERWISE, has_storage
 from gradkeep.remat.planned._autograd_graph import GraphWalk
 from gradkeep.remat.planned._programs import generator, instruction, replay
-from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
+from gradkeep.remat.planned._step_recorder import KeptTensor, check_version, keeps_graph
 
 if TYPE_CHECKING:
     import weakref
@@ -31,24 +31,6 @@ if TYPE_CHECKING:
 
 
 _task = torch._C._current_graph_task_id
-
-
-class KeptTensor:
-    """What autograd holds in place of a saved tensor that stays."""
-
-    __slots__ = ("slot", "step", "tensor", "version")
-
-    def __init__(
-        self, step: PlannedStep | PlainStep | None, slot: int, tensor: Tensor, version: int
-    ) -> None:
-        self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
-
-    def unpack(self) -> Tensor:
-        """The tensor itself, if nobody changed it."""
-        check_version(self.tensor, self.version)
-        if self.step is not None and _task() != -1:
-            self.step.asked_for(self.slot)
-        return self.tensor
 
 
 def unpack(handle: Any) -> Tensor:

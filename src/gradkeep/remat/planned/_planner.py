@@ -348,17 +348,16 @@ class StepPlanner:
         if plan.misses >= 2:
             plan.doubtful = True
 
-    def online_step_is_over(self) -> None:
+    def online_step_is_over(self, online: OnlineRuntime) -> None:
         """Note a step of the online runtime."""
         self.counts.online += 1
-        done = self.online_fallback.step_is_over()
-        if done is None or not (done.over or done.gave_up):
+        report = self.online_fallback.step_is_over(online)
+        if report.gave_up:
+            why = f"{report.reason}, so eviction was given up"
+        elif report.over:
+            why = "nothing was left to evict"
+        else:
             return
-        why = (
-            f"{done.reason}, so eviction was given up"
-            if done.gave_up
-            else "nothing was left to evict"
-        )
         self._warn(f"an online step went over the budget: {why}", "raise the budget")
 
     def missing_plan(self) -> str:
@@ -436,14 +435,10 @@ class OnlineFallback:
         if self._online is None:
             self._online = OnlineRuntime(heuristic=self._settings.heuristic)
         self._online.budget = self._bytes()
-        self._online.__enter__()
-        return self._online
+        return self._online.__enter__()
 
-    def step_is_over(self) -> OnlineReport | None:
+    def step_is_over(self, online: OnlineRuntime) -> OnlineReport:
         """A fraction is of what the first step took, which ran without a budget."""
-        online = self._online
-        if online is None:
-            return None
         if self.peak == 0:
             self.peak = online.live.peak
             online.reset_peak()
@@ -451,12 +446,10 @@ class OnlineFallback:
         self.latest = online.report()
         return self.latest
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, online: OnlineRuntime, error: BaseException | None) -> None:
         """Switch it off; everything is brought back."""
-        if self._online is not None:
-            kind = None if error is None else type(error)
-            self._online.__exit__(kind, error, None)
-            self.latest = self._online.report()
+        online.__exit__(None if error is None else type(error), error, None)
+        self.latest = online.report()
 
     def _bytes(self) -> float:
         budget = self._settings.budget

@@ -20,7 +20,6 @@ from gradkeep.remat._tensors import (
 )
 from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
-    KeptTensor,
     PlainStep,
     PlannedStep,
     Step,
@@ -29,7 +28,7 @@ from gradkeep.remat.planned._planned_step import (
     WatchedStep,
     unpack,
 )
-from gradkeep.remat.planned._step_recorder import StepRecorder
+from gradkeep.remat.planned._step_recorder import KeptTensor, StepRecorder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -280,7 +279,7 @@ class BudgetSession:
         if isinstance(run, PlannedStep) and self._plan is not None:
             self._planner.finished(self._plan, run)
         elif isinstance(run, PlainStep) and self._online is not None:
-            self._planner.online_step_is_over()
+            self._planner.online_step_is_over(self._online)
         elif isinstance(run, PlainStep) and not self._left:
             self._planner.counts.kept += 1
 
@@ -352,8 +351,8 @@ class BudgetSession:
 
     def _stop_evicting(self, error: BaseException | None) -> None:
         if self._online is not None:
-            self._online = None
-            self._planner.online_fallback.leave(error)
+            online, self._online = self._online, None
+            self._planner.online_fallback.leave(online, error)
 
 
 class StashedTensor:

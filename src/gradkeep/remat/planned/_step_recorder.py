@@ -75,19 +75,19 @@ class _AliveStorage:
     ref: StorageRef
 
 
-class RecordedTensor:
-    """What autograd holds in place of a saved tensor while a step is recorded."""
+class KeptTensor:
+    """What autograd holds in place of a saved tensor that stays."""
 
-    __slots__ = ("__weakref__", "recording", "slot", "tensor", "version")
+    __slots__ = ("__weakref__", "slot", "step", "tensor", "version")
 
-    def __init__(self, recording: StepRecorder, slot: int, tensor: Tensor, version: int) -> None:
-        self.recording, self.slot, self.tensor, self.version = recording, slot, tensor, version
+    def __init__(self, step: Any, slot: int, tensor: Tensor, version: int) -> None:
+        self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
 
     def unpack(self) -> Tensor:
-        """The tensor; says so if it was changed meanwhile, as torch itself would."""
+        """The tensor itself, if nobody changed it; `step`, if there is one, notes the request."""
         check_version(self.tensor, self.version)
-        if self.slot >= 0:
-            self.recording.asked_for(self.slot)
+        if self.step is not None and _task() != -1:
+            self.step.asked_for(self.slot)
         return self.tensor
 
 
@@ -132,7 +132,7 @@ class StepRecorder:
         self._clones: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._unreleased: dict[int, weakref.ref[RecordedTensor]] = {}
+        self._unreleased: dict[int, weakref.ref[KeptTensor]] = {}
         self._pinned: set[int] = set()
         self._saved_storages: set[int] = set()
         self._unproved: list[tuple[weakref.ref[Tensor], int, int]] = []
@@ -344,13 +344,13 @@ class StepRecorder:
 
     # What autograd saves and asks for
 
-    def pack(self, tensor: Tensor) -> RecordedTensor:
+    def pack(self, tensor: Tensor) -> KeptTensor:
         """Note a saved tensor; in a cloning recording autograd gets a copy."""
         self.quiet = True
         try:
             if _task() != -1 or not has_storage(tensor):
                 # Saved during a backward pass, for a second one or by a checkpoint: always kept.
-                return RecordedTensor(self, -1, tensor.detach(), tensor._version)
+                return KeptTensor(None, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
             if slot == 0:
                 self.parameters = self.modules.parameters()
@@ -371,7 +371,7 @@ class StepRecorder:
             self._happened("pack", slot)
             self._saved_storages.add(self._alive[id(tensor.untyped_storage())].number)
             held = self._copied(tensor) if self.cloning else tensor.detach()
-            packed = RecordedTensor(self, slot, held, held._version)
+            packed = KeptTensor(self, slot, held, held._version)
             self._unreleased[slot] = weakref.ref(packed)
             return packed
         finally:
@@ -398,8 +398,6 @@ class StepRecorder:
 
     def asked_for(self, slot: int) -> None:
         """The backward pass wants a saved tensor."""
-        if _task() == -1:
-            return  # somebody looks at a node's attributes
         if self._unproved:
             self._look_at_writes()
         self._keeps_graph |= keeps_graph()

@@ -307,8 +307,7 @@ class EvictionCore:
         chosen = self.heuristic.choose(pool, self.clock)
         if chosen not in self.pool:
             raise RematError(
-                f"the heuristic {self.heuristic.name!r} chose what may not go",
-                found=repr(chosen),
+                f"the heuristic {self.heuristic.name!r} chose what may not go: {chosen!r}",
                 expected="a storage of the pool that choose() was given",
             )
         return chosen

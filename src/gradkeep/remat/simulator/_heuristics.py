@@ -215,9 +215,7 @@ def heuristic(name: str) -> Heuristic:
     if known not in _registry:
         near = difflib.get_close_matches(name, [*_registry, *ORIGINAL_NAMES], n=3, cutoff=0.4)
         raise RematError(
-            f"there is no heuristic {name!r}",
-            found=name,
-            expected=f"one of {', '.join(_registry)}",
+            f"there is no heuristic {name!r}; expected one of {', '.join(_registry)}",
             fix=f"did you mean {' or '.join(near)}?" if near else None,
         )
     made = _registry[known]()

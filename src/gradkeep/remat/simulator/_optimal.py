@@ -48,15 +48,13 @@ def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int 
     """
     if len(graph) > _LARGEST:
         raise RematError(
-            "this graph is too large for the integer program",
-            found=f"{len(graph)} operators",
+            f"this graph is too large for the integer program: {len(graph)} operators",
             expected=f"at most {_LARGEST}",
             fix="use a heuristic, or a smaller model of the same shape",
         )
     if budget < graph.bottleneck:
         raise RematError(
-            "no schedule fits this budget",
-            found=f"{budget} bytes",
+            f"no schedule fits this budget: {budget} bytes",
             expected=f"at least {graph.bottleneck} bytes (plus {graph.constant_bytes} of constants)",
         )
     plain = keep_all(graph)

@@ -8,7 +8,6 @@ the optimum is dotted, with stars.
 from __future__ import annotations
 
 import html
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,33 +63,41 @@ def draw_sweep(
     rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, look: PictureStyle
 ) -> list[Path]:
     """Write `name.png`, `name.svg` and a self-contained `name.html` into the folder."""
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    figure = _figure(rows, look)
-    paths = [target / f"{name}.{ending}" for ending in ("png", "svg", "html")]
-    figure.savefig(paths[0], dpi=110)
-    # A fixed salt and no date: the same rows give the same file.
-    figure.savefig(paths[1], metadata={"Date": None})
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    paths[2].write_text(_page(rows, look, buffer.getvalue()))
-    return paths
+    paths = save_figure(_figure(rows, look), Path(folder), name)
+    page = Path(folder) / f"{name}.html"
+    page.write_text(_page(rows, look, paths[1].read_text()))
+    return [*paths, page]
 
 
-def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of matplotlib, in inches."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
+    # A fixed salt, and no date when it is saved: the same rows give the same file.
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write `name.png` and `name.svg` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    figure.savefig(paths[0], dpi=110)
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths
+
+
+def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
     logs = list(dict.fromkeys(row.log for row in rows))
     # The simulated ones first, so that what was measured lies upon them.
     found = dict.fromkeys(_line_of(row, look) for row in rows)
     lines = sorted(found, key=lambda line: list(_STYLES).index(line[1]))
     across = min(3, len(logs))
     down = -(-len(logs) // across)
-    figure = Figure(figsize=(4.6 * across + 2.9, 3.6 * down + 0.9), layout="constrained")
+    figure = new_figure(4.6 * across + 2.9, 3.6 * down + 0.9)
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for axis, log in zip(axes, logs, strict=False):
         _panel(axis, [row for row in rows if row.log == log], lines, look)

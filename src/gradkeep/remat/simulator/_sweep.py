@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
-import json
 import math
 import multiprocessing
 import os
@@ -13,7 +13,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
@@ -170,11 +172,12 @@ def run_case(case: SweepCase) -> SweepRow:
     """Simulate one case, or find its optimum."""
     program, peak = _program(case.log)
     budget = int(peak * case.ratio)
+    fields = dataclasses.asdict(case)
     if case.heuristic == OPTIMUM:
         best = optimum_point(program, budget, time_limit=20.0)
         overhead = math.nan if best.overhead is None else best.overhead
         return SweepRow(
-            **dataclasses.asdict(case),
+            **fields,
             status=best.status,
             overhead=overhead,
             budget=budget,
@@ -189,17 +192,8 @@ def run_case(case: SweepCase) -> SweepRow:
         limit=case.limit,
         seed=case.seed,
     )
-    return SweepRow(
-        **dataclasses.asdict(case),
-        status=outcome.status,
-        overhead=outcome.overhead,
-        budget=budget,
-        peak=outcome.peak,
-        evictions=outcome.evictions,
-        rematerializations=outcome.rematerializations,
-        heuristic_evaluations=outcome.heuristic_evaluations,
-        accesses=outcome.accesses,
-    )
+    own = {part.name for part in dataclasses.fields(SweepRow)} - fields.keys() - {"source"}
+    return SweepRow(**fields, **{name: getattr(outcome, name) for name in own})
 
 
 @lru_cache(maxsize=16)
@@ -211,24 +205,10 @@ def _program(log: str) -> tuple[Program, int]:
 def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
     """The rows of a table; a last line that was cut off by a kill is left out."""
     rows = []
-    fields = dataclasses.fields(SweepRow)
-    kinds: dict[str, Callable[[str], Any]] = {
-        "float": float,
-        "int": int,
-        "bool": lambda text: {"True": True, "False": False}[text],
-    }
     with Path(path).open(newline="") as file:
-        for line in list(csv.reader(file))[1:]:
-            if len(line) != len(fields):
-                continue
-            try:
-                values = [
-                    kinds.get(str(part.type), str)(text)
-                    for part, text in zip(fields, line, strict=True)
-                ]
-            except (ValueError, KeyError):
-                continue
-            rows.append(SweepRow(*values))
+        for line in csv.DictReader(file):
+            with contextlib.suppress(msgspec.ValidationError):
+                rows.append(msgspec.convert(line, SweepRow, strict=False))
     return rows
 
 
@@ -249,6 +229,18 @@ class TitledLog:
     title: str
 
 
+class _ManifestEntry(msgspec.Struct):
+    log: str
+    title: str = ""
+    name: str = ""
+    has_start: Literal[True] = True
+    """A log is read from its annotation START on."""
+
+
+class _Manifest(msgspec.Struct):
+    models: list[_ManifestEntry]
+
+
 def find_logs(
     places: Sequence[str | os.PathLike[str]],
 ) -> tuple[list[TitledLog], list[str]]:
@@ -259,84 +251,51 @@ def find_logs(
     taken from where it lies or from the folder above. What it names and is not there is passed over
     with a note, as the original does.
     """
-    found: dict[Path, TitledLog] = {}
+    logs: dict[Path, TitledLog] = {}
     notes: list[str] = []
     for place in map(Path, places):
-        if place.is_dir():
-            manifest = place / "manifest.json"
-            logs = (
-                _listed(manifest, notes)
-                if manifest.is_file()
-                else map(_titled, sorted(place.glob("*.log")))
-            )
-        elif place.suffix == ".json":
-            logs = _listed(place, notes)
-        elif place.is_file():
-            logs = iter([_titled(place)])
+        manifest = place / "manifest.json" if place.is_dir() else place
+        if manifest.suffix == ".json" and manifest.is_file():
+            found = list(_listed(manifest, notes))
+        elif place.is_dir() or place.is_file():
+            files = sorted(place.glob("*.log")) if place.is_dir() else [place]
+            found = [TitledLog(file, file.name.split("-")[0]) for file in files]
         else:
             raise RematError(
                 "there is no such log", path=place, expected="logs, a folder of them, a manifest"
             )
-        before = len(found)
-        for log in logs:
-            found.setdefault(log.path, log)
-        if len(found) == before and not any(notes):
+        if not found and not notes:
             raise RematError("no logs in here", path=place, expected="files named .log")
-    if not found:
+        for log in found:
+            logs.setdefault(log.path, log)
+    if not logs:
         raise RematError("none of the logs is there", found="; ".join(notes))
-    return list(found.values()), notes
-
-
-def _titled(path: Path) -> TitledLog:
-    return TitledLog(path, path.name.split("-")[0])
+    return list(logs.values()), notes
 
 
 def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
     try:
-        content = json.loads(manifest.read_text())
-    except (OSError, ValueError) as error:
+        content = manifest.read_bytes()
+        try:
+            entries = msgspec.json.decode(content, type=_Manifest).models
+        except msgspec.ValidationError:
+            per_model = msgspec.json.decode(content, type=dict[str, list[_ManifestEntry]])
+            entries = [entry for part in per_model.values() for entry in part]
+    except (OSError, ValueError, RecursionError) as error:
         raise RematError(
-            "the manifest cannot be read", path=manifest, found=str(error).splitlines()[0]
+            f"this is no manifest of logs: {str(error)[:200]}",
+            path=manifest,
+            expected='{"models": [{"name": ..., "log": ...}]}, or a list of such per model',
         ) from error
-    for at, entry in enumerate(_entries(manifest, content), 1):
-        if not isinstance(entry, dict) or not isinstance(entry.get("log"), str):
-            raise RematError(
-                f"model {at} of the manifest names no log",
-                path=manifest,
-                found=repr(entry)[:80],
-                expected='{"name": ..., "log": "logs/a.log"}',
-            )
-        name = str(entry.get("title") or entry.get("name") or Path(entry["log"]).stem)
-        if entry.get("has_start") is False:
-            raise RematError(
-                f"has_start of {name!r} is false: a log is read from its annotation START on",
-                path=manifest,
-                fix='add {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"} as its first line',
-            )
-        log = _placed(manifest, entry["log"])
+    for entry in entries:
+        name = entry.title or entry.name or Path(entry.log).stem
+        folder = manifest.parent
+        options = (folder / entry.log, folder.parent / entry.log, folder / Path(entry.log).name)
+        log = next((option for option in options if option.is_file()), None)
         if log is None:
-            notes.append(f"{manifest}: {name!r} is passed over, {entry['log']} is not there")
-            continue
-        yield TitledLog(log, name)
-
-
-def _entries(manifest: Path, content: Any) -> list[Any]:
-    models = content.get("models") if isinstance(content, dict) else None
-    if isinstance(models, list):
-        return models
-    if isinstance(content, dict) and all(isinstance(part, list) for part in content.values()):
-        return [entry for part in content.values() for entry in part]
-    raise RematError(
-        "this is no manifest of logs",
-        path=manifest,
-        found=type(content).__name__,
-        expected='{"models": [{"name": ..., "log": ...}]}, or a list of such per model',
-    )
-
-
-def _placed(manifest: Path, log: str) -> Path | None:
-    places = (manifest.parent / log, manifest.parent.parent / log, manifest.parent / Path(log).name)
-    return next((place for place in places if place.is_file()), None)
+            notes.append(f"{manifest}: {name!r} is passed over, {entry.log} is not there")
+        else:
+            yield TitledLog(log, name)
 
 
 @dataclass(frozen=True, slots=True)

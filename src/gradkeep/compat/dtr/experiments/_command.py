@@ -202,8 +202,7 @@ def _validated(where: str, fields: dict[str, Any]) -> _Command:
         key = re.search(r"`\$\.(\w+)|field `(\w+)", str(error))
         name = (key[1] or key[2]) if key else ""
         raise RematError(
-            f"{where}: {name} is wrong: {error}",
-            found=repr(fields.get(name))[:60],
+            f"{where}: {error}, got {repr(fields.get(name))[:60]}",
             expected=_CHOICES.get(name),
         ) from error
 
@@ -233,8 +232,7 @@ def _trials(
     if command.type == "checkpoint":
         if not known_placement(command.placement):
             raise RematError(
-                f"{where}: placement unknown",
-                found=repr(command.placement),
+                f"{where}: placement unknown: {command.placement!r}",
                 expected=f"K segments, {', '.join(PLACEMENTS)}",
             )
         options["placement"] = command.placement

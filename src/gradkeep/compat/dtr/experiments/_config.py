@@ -82,8 +82,7 @@ def parse_experiment(config: Any) -> DtrExperiment:
     """
     if not isinstance(config, dict):
         raise RematError(
-            "a configuration is a mapping with the key models",
-            found=type(config).__name__,
+            f"a configuration is a mapping with the key models: {type(config).__name__}",
             expected="{models: {NAME: [COMMAND, ...]}}",
         )
     notes = ignored_keys(config, _KNOWN, _NO_EFFECT)
@@ -96,8 +95,7 @@ def parse_experiment(config: Any) -> DtrExperiment:
     for model, commands in chosen.items():
         if not isinstance(commands, list) or not commands:
             raise RematError(
-                f"{model}: no list of commands",
-                found=repr(commands)[:60],
+                f"{model}: no list of commands: {repr(commands)[:60]}",
                 expected="a list such as [{type: baseline}, {type: dtr, ratio: 0.5}]",
             )
         for position, command in enumerate(commands, 1):
@@ -117,7 +115,7 @@ def _folder(value: object) -> Path | None:
     if value is None or (isinstance(value, str) and value.strip() in ("", "/dev/null")):
         return None
     if not isinstance(value, str):
-        raise RematError("log_dest is no folder", found=repr(value)[:60], expected="a path")
+        raise RematError(f"log_dest must be the path of a folder, got {value!r}")
     return Path(value).expanduser()
 
 
@@ -125,11 +123,7 @@ def _file_name(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or Path(value).name != value:
-        raise RematError(
-            "simrd_config is the name of a file in log_dest",
-            found=repr(value)[:60],
-            expected="such as sim_conf.json",
-        )
+        raise RematError(f"simrd_config must be the name of a file in log_dest, got {value!r}")
     return value
 
 
@@ -140,8 +134,7 @@ def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         return models, False
     if not isinstance(models, list) or not models:
         raise RematError(
-            "models: no models are named",
-            found=repr(models),
+            f"models: no models are named: {models!r}",
             expected="a mapping from names to commands, or a list of names with dtr_settings",
         )
     there = settings if isinstance(settings, dict) else {}

@@ -12,6 +12,7 @@ writes its result in one move when it is done, so a kill at any time loses nothi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -134,7 +135,7 @@ class _ExperimentRunner:
         # One after another, each in a process of its own: they must not disturb each other.
         for trial in left:
             if trial.type == "baseline":
-                self._run([self._job(trial, _training(trial))], workers=1)
+                self._run([TrialTask(trial, self._path(trial.key))], workers=1)
         for task in self._possible([trial for trial in left if trial.type in LIVE], {}):
             self._run([task], workers=1)
         saved = [trial for trial in self.trials if trial.save_log]
@@ -149,7 +150,7 @@ class _ExperimentRunner:
         if self.log_dest is not None:
             kept = save_logs(recorded, self.log_dest, self.simrd_config)
         # The same question may be asked of two names: the result is shared, the names are not.
-        rows = tuple({**self.results[trial.key], **_about(trial)} for trial in self.trials)
+        rows = tuple({**self.results[trial.key], **trial.about} for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
         return ExperimentReport(rows, len(left), reused, (*files, *pictures, *kept), notes)
@@ -158,7 +159,7 @@ class _ExperimentRunner:
         """The results of the tasks, by key; those that failed have one too."""
         alike: dict[tuple[float, int], list[TrialTask]] = {}
         for task in tasks:
-            alike.setdefault((task.timeout, task.retries), []).append(task)
+            alike.setdefault((task.trial.timeout, task.trial.retries), []).append(task)
         for group in alike.values():
             before = self.done
 
@@ -176,24 +177,21 @@ class _ExperimentRunner:
     def _record(self, trials: Iterable[Trial]) -> dict[str, Result]:
         """Record each step that has no log yet; the results by the key of the work."""
         found: dict[str, Result] = {}
-        jobs: dict[str, TrialTask] = {}
+        slowest: dict[str, Trial] = {}
         for trial in trials:
             key = trial.work.key
-            log, out = self._log(trial.work), self.out / "logs" / f"{key}.json"
-            there = read_result(out)
-            if log.exists() and there is not None and there["status"] == "ok":
+            there = read_result(self.out / "logs" / f"{key}.json")
+            if self._log(trial.work).exists() and there is not None and there["status"] == "ok":
                 found[key] = there
                 continue
-            job = jobs.get(key)
-            jobs[key] = TrialTask(
-                {**_training(trial), "do": "record", "log": str(log)},
-                {"key": key, "model": trial.model},
-                out,
-                max(trial.timeout, job.timeout if job else 0.0),
-                max(trial.retries, job.retries if job else 0),
+            other = slowest.get(key, trial)
+            timeout, retries = max(trial.timeout, other.timeout), max(trial.retries, other.retries)
+            slowest[key] = dataclasses.replace(trial, timeout=timeout, retries=retries)
+        for key, trial in slowest.items():
+            out = self.out / "logs" / f"{key}.json"
+            self._run(
+                [TrialTask(trial, out, self._log(trial.work), record=True)], workers=1, tell=False
             )
-        for key, job in jobs.items():
-            self._run([job], workers=1, tell=False)
             found[key] = self.results.pop(key)
         return found
 
@@ -211,7 +209,7 @@ class _ExperimentRunner:
                 continue
             what, result = failed
             self.results[trial.key] = {
-                **_about(trial),
+                **trial.about,
                 "status": result["status"],
                 "message": f"its {what} failed: {result.get('message')}",
             }
@@ -220,20 +218,14 @@ class _ExperimentRunner:
         return jobs
 
     def _in_budget(self, trial: Trial) -> TrialTask:
-        budget = trial.budget
-        fields: dict[str, Any] = {"do": trial.type, "asked": trial.asked}
+        budget, log = trial.budget, None
         if trial.log is not None:
-            fields |= {"log": trial.log, "ratio": trial.ratio}
+            log = Path(trial.log)
         elif trial.type in SIMULATED:
-            fields["log"] = str(self._log(trial.work))
-        else:
-            fields["work"] = trial.work
+            log = self._log(trial.work)
         if trial.log is None and trial.ratio is not None:
             budget = int(trial.ratio * self.results[trial.baseline.key]["peak"])
-        return self._job(trial, {**fields, "budget": None if math.isinf(budget) else budget})
-
-    def _job(self, trial: Trial, fields: dict[str, Any]) -> TrialTask:
-        return TrialTask(fields, _about(trial), self._path(trial.key), trial.timeout, trial.retries)
+        return TrialTask(trial, self._path(trial.key), log, budget)
 
     def _path(self, key: str) -> Path:
         return self.out / "results" / f"{key}.json"
@@ -244,25 +236,6 @@ class _ExperimentRunner:
     def _tell(self) -> None:
         if self.progress is not None:
             self.progress(self.done, self.total)
-
-
-def _training(trial: Trial) -> dict[str, Any]:
-    return {"do": trial.type, "work": trial.work}
-
-
-def _about(trial: Trial) -> dict[str, Any]:
-    return {
-        "key": trial.key,
-        "model": trial.model,
-        "zoo": trial.work.name,
-        "type": trial.type,
-        "kind": trial.kind,
-        "batch_size": dict(trial.work.sizes)["batch_size"],
-        "sizes": dict(trial.work.sizes),
-        "seed": trial.work.seed,
-        **({} if trial.type in ("baseline", "checkpoint") else {"ratio": trial.ratio}),
-        **trial.asked,
-    }
 
 
 class _FirstFailure(Exception):
@@ -277,8 +250,8 @@ def run_tasks(
     progress: Callable[[int], None],
 ) -> dict[str, Result]:
     """Run tasks of one timeout and number of retries as rows of a farm; the results by key."""
-    attempts = tasks[0].retries + 1
-    asked = {task.fields.get("asked", {}).get("heuristic") for task in tasks}
+    attempts = tasks[0].trial.retries + 1
+    asked = {task.trial.heuristic for task in tasks}
     own = {name: make for name, make in own_heuristics().items() if name in asked}
 
     def look(seen: Progress) -> None:
@@ -295,8 +268,8 @@ def run_tasks(
                 "trials",
                 TrialJob(tuple(tasks), own),
                 workers=min(workers, len(tasks)),
-                threads=max(getattr(task.fields.get("work"), "threads", 1) for task in tasks),
-                timeout=tasks[0].timeout,
+                threads=max(1 if task.simulated else task.trial.work.threads for task in tasks),
+                timeout=tasks[0].trial.timeout,
                 max_attempts=attempts,
                 # A trial that was interrupted is run again as a whole.
                 grace=0.0,
@@ -337,7 +310,7 @@ def _ending(task: TrialTask, state: stores.RowState) -> Result:
 def _failure(task: TrialTask, error: str) -> Result:
     """What a row's traceback says: the message alone, if it is one that was meant for people."""
     if _TOOK_TOO_LONG.search(error):
-        return {"status": "timeout", "message": f"took longer than {task.timeout:g} s"}
+        return {"status": "timeout", "message": f"took longer than {task.trial.timeout:g} s"}
     text = _BY_WHOM.sub("", error.rstrip())
     said = list(_OUR_OWN.finditer(text))
     return {"status": "error", "message": text[said[-1].end() if said else 0 :].strip()[-2000:]}

@@ -11,10 +11,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import format_bytes
-from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtra
-from gradkeep.remat.simulator._picture import MARKERS, PictureStyle, draw_sweep
+from gradkeep.remat.simulator._picture import (
+    MARKERS,
+    PictureStyle,
+    draw_sweep,
+    new_figure,
+    save_figure,
+)
 from gradkeep.remat.simulator._program import replace_file
 from gradkeep.remat.simulator._sweep import SweepRow
 
@@ -173,13 +178,7 @@ def draw_batch_sizes(
     model: str, rows: Sequence[dict[str, Any]], folder: Path, name: str
 ) -> list[Path]:
     """Write `name.png` and `name.svg`."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
-    mpl.rcParams["svg.hashsalt"] = "gradkeep"
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = new_figure(6.4, 4.2)
     axis = figure.subplots()
     for (label, points), marker in zip(
         batch_size_lines(rows).items(), itertools.cycle(MARKERS), strict=False
@@ -192,9 +191,4 @@ def draw_batch_sizes(
     axis.grid(alpha=0.25)
     if axis.lines:
         axis.legend(frameon=False, fontsize=9)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=110)
-    # A fixed salt and no date: the same rows give the same file.
-    figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return save_figure(figure, folder, name)

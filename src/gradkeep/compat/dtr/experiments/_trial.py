@@ -14,7 +14,6 @@ import math
 import re
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from gradkeep.remat import Heuristic
     from gradkeep.remat.simulator._core import Policy
@@ -122,6 +122,23 @@ class Trial:
         return {name: getattr(self, name) for name in _ASKED[self.type]}
 
     @property
+    def about(self) -> dict[str, Any]:
+        """What the result says besides what came out."""
+        sizes = dict(self.work.sizes)
+        return {
+            "key": self.key,
+            "model": self.model,
+            "zoo": self.work.name,
+            "type": self.type,
+            "kind": self.kind,
+            "batch_size": sizes["batch_size"],
+            "sizes": sizes,
+            "seed": self.work.seed,
+            **({} if self.type in ("baseline", "checkpoint") else {"ratio": self.ratio}),
+            **self.asked,
+        }
+
+    @property
     def baseline(self) -> Trial:
         """The measurement that a ratio refers to."""
         plain = Trial(self.model, "baseline", "fixed", self.work)
@@ -161,13 +178,24 @@ def known_placement(name: str) -> bool:
 class TrialTask:
     """One thing to do, as a worker reads it."""
 
-    fields: dict[str, Any]
-    """What to do."""
-    about: dict[str, Any]
-    """What the result says besides what came out."""
+    trial: Trial
     out: Path
-    timeout: float
-    retries: int
+    log: Path | None = None
+    budget: float = math.inf
+    record: bool = False
+    """Record the step of the trial to the log, instead of the trial itself."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether nothing is trained."""
+        return self.trial.type in SIMULATED and not self.record
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the result says besides what came out."""
+        if self.record:
+            return {"key": self.trial.work.key, "model": self.trial.model}
+        return self.trial.about
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,34 +217,33 @@ class TrialJob:
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
-                result = _result(task.fields)
+                result = _result(task)
             write_result(task.out, {**task.about, "retries": 0, **result})
         return [{"done": np.float32(1)} for _ in numbers]
 
 
-def _result(fields: dict[str, Any]) -> dict[str, Any]:
-    asked, budget, do = fields.get("asked", {}), fields.get("budget"), fields["do"]
-    room = math.inf if budget is None else budget
-    if do in SIMULATED:
-        log = Path(fields["log"])
-        if fields.get("ratio") is not None:
-            room = int(fields["ratio"] * unlimited_peak(read_log(log)))
-        if do == "optimal":
-            return optimal_trial(log, room, **asked)
-        return simulate_trial(log, room, asked)
+def _result(task: TrialTask) -> dict[str, Any]:
+    trial, budget = task.trial, task.budget
+    if task.simulated:
+        assert task.log is not None
+        if trial.log is not None and trial.ratio is not None:
+            budget = int(trial.ratio * unlimited_peak(read_log(task.log)))
+        if trial.type == "optimal":
+            return optimal_trial(task.log, budget, **trial.asked)
+        return simulate_trial(task.log, budget, trial.asked)
     # Loads torch, which simulating does without.
     from gradkeep.compat.dtr.experiments import _live as live
 
-    work: TrialWork = fields["work"]
-    if do == "record":
-        return live.make_log(work, Path(fields["log"]))
-    if do == "baseline":
-        return live.measure(work)
-    if do == "dtr":
-        return live.measure_online(work, room, **asked)
-    if do == "planned":
-        return live.measure_planned(work, room)
-    return live.measure_checkpoints(work, **asked)
+    if task.record:
+        assert task.log is not None
+        return live.make_log(trial.work, task.log)
+    if trial.type == "baseline":
+        return live.measure(trial.work)
+    if trial.type == "dtr":
+        return live.measure_online(trial.work, budget, **trial.asked)
+    if trial.type == "planned":
+        return live.measure_planned(trial.work, budget)
+    return live.measure_checkpoints(trial.work, **trial.asked)
 
 
 def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str, Any]:

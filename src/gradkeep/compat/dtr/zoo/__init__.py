@@ -231,9 +231,7 @@ def _workload_entry(name: str) -> _WorkloadEntry:
     if name not in _WORKLOADS:
         near = difflib.get_close_matches(name, _WORKLOADS, n=3, cutoff=0.4)
         raise RematError(
-            "the zoo has no such model",
-            found=repr(name),
-            expected=", ".join(near or _WORKLOADS),
+            f"the zoo has no such model: {name!r}; expected {', '.join(near or _WORKLOADS)}",
             fix="gradkeep.compat.dtr.zoo.zoo() lists all names",
         )
     return _WORKLOADS[name]
