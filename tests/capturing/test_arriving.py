@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.capturing._proofs import told_of_gradients
+from gradkeep.capturing._proofs import backward_per_layer
 from gradkeep.capturing.rules._rules import units_of
 from gradkeep.data import GPT
 
@@ -40,7 +40,7 @@ def test_they_are_those_of_autograd(case):
     for name, parameter in model.named_parameters():
         parameter.grad = before[name]
     found = {}
-    unused = told_of_gradients(target(), units, lambda unit, flat: found.update({unit: flat}))
+    unused = backward_per_layer(target(), units, lambda unit, flat: found.update({unit: flat}))
     for name, parameter in model.named_parameters():
         assert parameter.grad is before[name]
         assert (parameter.grad == 3).all()
@@ -72,7 +72,7 @@ def test_they_are_held_no_longer_than_they_are_looked_at():
         alive.append(weakref.ref(flat))
         most = max(most, sum(one() is not None for one in alive))
 
-    told_of_gradients(target(), units_of(model), look)
+    backward_per_layer(target(), units_of(model), look)
     assert len(alive) > 10
     assert most == 1
 
@@ -84,5 +84,5 @@ def test_hooks_and_gradients_are_put_back_after_an_error():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        told_of_gradients(target(), units_of(model), fail)
+        backward_per_layer(target(), units_of(model), fail)
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing import _replay
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._coordinates import CoordinateMaker
 from gradkeep.capturing._first_batch import (
     CaptureSettings,
+    PreparedCapture,
     prepare_capture,
     row_footprint,
     rows_within,
@@ -244,7 +244,7 @@ def test_all_coordinates_unrounded_give_the_influence_of_kfac(store, kind, monke
     size = sum(p.numel() for p in model.parameters())
     keep = gk.Keep(4 * size + 60, bits=32, fold=1, rows=24, damping=0.3)
     # A number of bytes that would do for the gradients themselves keeps those.
-    monkeypatch.setattr(_replay, "OVERHEAD", 1 << 40)
+    monkeypatch.setattr(PreparedCapture, "fits_exactly", lambda *_: False)
     capture(store, kind, keep, layers="*", of="loss")
     capture(store, kind, "factors", of="loss", name="whole")
     found = gk.attribute(store, queries="train", method="ekfac")

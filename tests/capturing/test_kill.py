@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing import _replay
+from gradkeep.capturing import _first_batch
 from gradkeep.data import GPT
 
 KILLS = 20
@@ -110,5 +110,5 @@ def test_killed_at_random_moments_it_ends_byte_identical(tmp_path):
 
 
 def test_so_does_a_capture_of_coordinates(tmp_path, monkeypatch):
-    monkeypatch.setattr(_replay, "COORDINATE_ROWS", 8)
+    monkeypatch.setattr(_first_batch, "COORDINATE_ROWS", 8)
     check_kills(tmp_path, compressed)

@@ -59,11 +59,11 @@ def test_a_truth_is_trained_from_a_script_and_remembered(inline, tmp_path, scrip
     assert "10 subsets x 2 seeds, 12 queries; ceiling" in made.stdout
     assert evaluate.load_truth(tmp_path / "new").recipe == f"{script}:how"
     for source, said in (
-        (f"{script}:nothing", "is no recipe"),
-        (f"{script}:missing", "is no recipe"),
+        (f"{script}:nothing", "recipe"),
+        (f"{script}:missing", "recipe"),
         ("nowhere.py:how", "no such file"),
-        ("no_such_module:how", "cannot be imported"),
-        ("how", "names nothing to import"),
+        ("no_such_module:how", "no_such_module"),
+        ("how", "module:name"),
     ):
         bad = inline("evaluate", "truth", tmp_path / "other", "--recipe", source)
         assert bad.returncode == 2, source
@@ -97,7 +97,7 @@ def test_all_says_what_is_missing_and_goes_on(inline, folder):
     assert found.returncode == 0, found.stderr
     for title in ("lds", "sanity", "labels", "leakage", "removal"):
         assert f"== {title}" in found.stdout
-    assert "which labels are wrong is not known" in found.stdout
+    assert "--wrong FILE" in found.stdout
     assert "--copies FILE" in found.stdout
     assert "--recipe" in found.stdout
     assert np.isfinite(next(iter(evaluate.evaluations(folder).values())).value)

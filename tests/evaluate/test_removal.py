@@ -87,5 +87,5 @@ def test_what_cannot_be_retrained_is_refused(world):
     given = gk.Scores(scores.values[:, :9], scores.query_ids, np.arange(9))
     with pytest.raises(EvaluationError, match="no store"):
         evaluate.removal_curve(given, recipe())
-    with pytest.raises(EvaluationError, match="other rows than were scored"):
+    with pytest.raises(EvaluationError, match="the recipe trains on"):
         evaluate.removal_curve(given, recipe(), store=world)

@@ -194,8 +194,8 @@ def _held(
             for unit in tracer.units:
                 form, kept = traced.pieces[unit].form, traced.pieces[unit].rows
                 # Products of both sides take far fewer operations than those of gradients.
-                is_outer = not dense and form.kind == "outer"
-                single = is_outer and isinstance(kept, OuterRows) and kept.spans.uniform == 1
+                one_position = isinstance(kept, OuterRows) and kept.spans.uniform == 1
+                single = not dense and form.kind == "outer" and one_position
                 (factors if single else restored)[unit] = []
         ids.append(own)
         size = sum(4 * unit.size for unit in restored) + sum(

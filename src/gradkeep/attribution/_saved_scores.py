@@ -34,17 +34,19 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
     if scores.captures:
         told["captures"] = json.dumps(dict(scores.captures), sort_keys=True)
     told["digest"] = _digest(scores)
+    rows_scored = {"row": np.arange(len(scores.train_ids)), **_label(scores.train_labels)}
     train = Schema(
-        (Array("row", "int64"), *_label(scores.train_labels)),
+        tuple(Array(part, str(values.dtype)) for part, values in rows_scored.items()),
         num_rows=len(scores.train_ids),
         fingerprints=told,
     )
     with store.write(key.train, train) as writer:
-        columns = {"row": np.arange(len(scores.train_ids)), **_given(scores.train_labels)}
-        writer.append(scores.train_ids, columns)
-    arrays = [Array("score", shape=(scores.shape[1],), kind="data"), *_label(scores.query_labels)]
-    confidence = {} if scores.confidence is None else {"confidence": scores.confidence}
-    arrays += [Array(part) for part in confidence]
+        writer.append(scores.train_ids, rows_scored)
+    beside = _label(scores.query_labels)
+    if scores.confidence is not None:
+        beside["confidence"] = scores.confidence
+    arrays = [Array("score", shape=(scores.shape[1],), kind="data")]
+    arrays += [Array(part, str(values.dtype)) for part, values in beside.items()]
     layers = 0 if scores.per_layer is None else len(scores.per_layer)
     if layers:
         arrays.append(Array("per_layer", shape=(layers, scores.shape[1]), kind="data"))
@@ -54,8 +56,7 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
         for start in range(0, scores.shape[0], step):
             rows = slice(start, start + step)
             values: dict[str, Any] = {"score": scores.values[rows]}
-            for part, whole in {**_given(scores.query_labels), **confidence}.items():
-                values[part] = whole[rows]
+            values |= {part: whole[rows] for part, whole in beside.items()}
             if scores.per_layer is not None:
                 values["per_layer"] = np.moveaxis(scores.per_layer[:, rows], 0, 1)
             if writer.needs(len(values["score"])):
@@ -184,9 +185,5 @@ def _digest(scores: Scores) -> str:
     return found.hexdigest()
 
 
-def _label(labels: Any) -> list[Array]:
-    return [] if labels is None else [Array("label", str(np.asarray(labels).dtype))]
-
-
-def _given(labels: Any) -> dict[str, Any]:
+def _label(labels: Any) -> dict[str, Any]:
     return {} if labels is None else {"label": np.asarray(labels)}

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._proofs import random_weights, rows_moved, told_of_gradients
+from gradkeep.capturing._proofs import backward_per_layer, random_weights, rows_moved
 from gradkeep.capturing._readiness import device_of, draws_at_random
 from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
@@ -293,7 +293,7 @@ class RowAudit:
                 found.layers.append(unit.name)
 
         units = [unit for unit in tracer.units if unit.rule != "whole"]
-        for unit in told_of_gradients((target * weights).sum(), units, arrived):
+        for unit in backward_per_layer((target * weights).sum(), units, arrived):
             piece = traced.pieces[unit]  # the rows alone do not use it
             lengths = piece.form.squared_norms(piece.rows.take(part.start, part.stop).widened())
             if bool((lengths > 0).any()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib.metadata
 import math
 import pickle
 import sys
@@ -92,6 +93,7 @@ class DistributedCapture:
             request=request,
             device=device_of(replay.model),
             paths=tuple(path for path in sys.path if path),
+            versions=_versions(),
             store=replay.store.location,
             durability=replay.store.durability,
             key=key,
@@ -168,6 +170,14 @@ def device_for(given: torch.device, worker: int, devices: int) -> torch.device:
     return torch.device(given.type, worker % devices)
 
 
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in ("gradkeep", "torch", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its sources
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
 @dataclass(slots=True, eq=False)
 class _RangeJob:
     """A job of the farm: makes ranges of segments; the model is made ready when the first one comes."""
@@ -179,6 +189,7 @@ class _RangeJob:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     paths: tuple[str, ...] = ()
     """Where modules are found, also on other machines that see the same files."""
+    versions: dict[str, str] = field(default_factory=dict)
     store: str = ""
     durability: Any = None
     key: CaptureKey | None = None
@@ -208,6 +219,14 @@ class _RangeJob:
         return found
 
     def _begin(self) -> SegmentMaker:
+        versions = _versions()
+        if versions != self.versions:
+            raise CaptureError(
+                "this worker has other packages than the process that began the capture",
+                found=str(versions),
+                expected=str(self.versions),
+                fix="install the same versions everywhere",
+            )
         sys.path += [path for path in self.paths if path not in sys.path]
         request: CaptureRequest = pickle.loads(self.request)
         own = device_for(self.device, worker_number(), torch.cuda.device_count())

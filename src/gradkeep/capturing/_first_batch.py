@@ -339,6 +339,8 @@ def storages_wanted(
     return wanted
 
 
+COORDINATE_ROWS = 1024
+"""Most rows in a segment of coordinates."""
 _SHARE_OF_SEGMENTS = 4
 """A quarter of a budget goes to the two segments that are being filled and written."""
 
@@ -411,9 +413,9 @@ def rows_at_once(prepared: PreparedCapture, rows: int) -> int:
 def segment_rows(row_bytes: float, size: int, *, coordinates: bool = False) -> int:
     """A power of two of rows that fit a segment of so many bytes.
 
-    Rows of coordinates take few bytes, but as long to make again as any: at most 1024.
+    Rows of coordinates take few bytes, but as long to make again as any: they are fewer.
     """
-    rows, most = 1, 1024 if coordinates else 1 << 16
+    rows, most = 1, COORDINATE_ROWS if coordinates else 1 << 16
     while 2 * rows * row_bytes <= size and rows < most:
         rows *= 2
     return rows

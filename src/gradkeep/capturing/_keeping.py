@@ -364,31 +364,27 @@ def _drop_idle_positions(
         if prefix is not None and keeping.storage == "factors":
             groups.setdefault(prefix, []).append(keeping)
     for group in groups.values():
-        first = factors[group[0].unit]
-        assert isinstance(first, OuterRows)
-        for keeping in group[1:]:
+        members: dict[LayerUnit, OuterRows] = {}
+        for keeping in group:
             rows = factors[keeping.unit]
             assert isinstance(rows, OuterRows)
-            one, other = pieces[keeping.unit].source, pieces[group[0].unit].source
-            if not _is_same(one, other) and not torch.equal(rows.x, first.x):
+            members[keeping.unit] = rows
+        owner, first = next(iter(members.items()))
+        for unit, rows in members.items():
+            same = _is_same(pieces[unit].source, pieces[owner].source)
+            if unit is not owner and not same and not torch.equal(rows.x, first.x):
                 raise BatchUnlikeFirst(
-                    f"layers {group[0].unit.name} and {keeping.unit.name} read the same input in "
-                    f"the first batch, but not in this one",
-                    Adjustments(dense=frozenset({keeping.unit.name})),
+                    f"layers {owner.name} and {unit.name} read the same input in the first batch, "
+                    "but not in this one",
+                    Adjustments(dense=frozenset({unit.name})),
                     fix="capture them one by one, with layers= and another capture name",
                 )
         if first.offsets is None:
             continue
-        used = torch.zeros(len(first.g), dtype=torch.bool, device=first.g.device)
-        for keeping in group:
-            rows = factors[keeping.unit]
-            assert isinstance(rows, OuterRows)
-            used |= (rows.g != 0).any(1)
-        for keeping in group:
-            rows = factors[keeping.unit]
-            assert isinstance(rows, OuterRows)
-            factors[keeping.unit] = rows.at_positions(used)
-            left[keeping.unit] = used
+        used = torch.stack([(rows.g != 0).any(1) for rows in members.values()]).any(0)
+        for unit, rows in members.items():
+            factors[unit] = rows.at_positions(used)
+            left[unit] = used
     return left
 
 

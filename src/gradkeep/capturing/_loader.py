@@ -178,12 +178,11 @@ class Batches:
     """The first batch, without its ids."""
     order: LoaderOrder | None
     """What every pass is held against; None where ids come with the batches."""
-    unpacking: Unpacking | None = None
+    unpacking: Unpacking | None
     """How packed batches are taken apart; None: a pack is one sample."""
-    checks: SequenceChecks | None = None
-    """What is refused by row before a model sees it."""
-    columns: ColumnChoice | None = None
-    """What is kept of every row beside what the model is given."""
+    checks: SequenceChecks
+    """Refuses rows that the model cannot read."""
+    columns: ColumnChoice
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
         """Ids and batches; the first ones are compared with earlier looks before any is given."""
@@ -192,8 +191,7 @@ class Batches:
         for at, own, part in self._rows(delivered, 0):
             yield own, part
             at += len(own)
-        if self.columns is not None:
-            self.columns.check_all_used(at)
+        self.columns.check_all_used(at)
 
     def between(
         self, start: int, stop: int
@@ -237,10 +235,8 @@ class Batches:
                 )
             start = 0
             for part, size in zip(parts, sizes, strict=True):
-                if self.checks is not None:
-                    self.checks.check(own[start : start + size], part)
-                if self.columns is not None:
-                    part = self.columns.split(part, at=at + start, rows=size)
+                self.checks.check(own[start : start + size], part)
+                part = self.columns.split(part, at=at + start, rows=size)
                 yield at + start, own[start : start + size], part
                 start += size
             at += count
@@ -254,26 +250,30 @@ def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     return whole_numbers("ids", given, error=CaptureError)
 
 
-def batches_of(
+def task_batches(
     loader: Iterable[Any],
-    ids: Ids | None,
+    model: nn.Module,
+    task: Task,
+    mode: Mode | None,
     *,
-    unpacking: Unpacking | None = None,
-    checks: SequenceChecks | None = None,
-    columns: ColumnChoice | None = None,
+    ids: Ids | None = None,
+    columns: Columns | None = None,
+    preview: Preview | None = None,
 ) -> Batches:
-    """The batches of a loader, once it is clear that ids and contents belong together.
+    """The batches of a loader as a task takes them, once ids and contents belong together.
 
     Ids by position, or from a list, need the same order in every pass: see `order_of`. Packed
     batches are taken apart, so that rows and ids are those of documents.
     """
+    unpacking, checks = unpacking_for(model, task, mode), sequence_checks(model, task)
+    choice = parse_columns(columns, preview)
     is_loader = isinstance(loader, Iterable) and not isinstance(
         loader, str | bytes | Mapping | torch.Tensor
     )
     if not is_loader or isinstance(loader, Iterator):
+        once = ", which can be gone through only once" if is_loader else ""
         raise CaptureError(
-            "a loader that can be gone through only once" if is_loader else "this is no loader",
-            found=type(loader).__name__,
+            f"loader must be an iterable of batches, got {type(loader).__name__}{once}",
             fix="pass the DataLoader itself, or a list of batches",
         )
     is_inside = ids is None or isinstance(ids, str) or type(ids) is int or callable(ids)
@@ -299,22 +299,20 @@ def batches_of(
         )
     whole, own = _taken_apart(first, inside)
     first = whole if unpacking is None else unpacking.parts(whole)[0]
-    if checks is not None:
-        size = batch_size(first)
-        given = listed if own is None else checked_ids(own)
-        checks.check(np.arange(size) if given is None else given[:size], first)
+    size = batch_size(first)
+    given = listed if own is None else checked_ids(own)
+    checks.check(np.arange(size) if given is None else given[:size], first)
     if unpacking is not None:
         unpacking = unpacking.settled(whole)
         first = unpacking.parts(whole)[0]
-    if columns is not None:
-        if columns.by_order and inside is not None:
-            raise CaptureError(
-                "columns by order, but rows by the ids that batches bring",
-                found=", ".join(columns.by_order),
-                fix="have the collate function pass them on, and name them: columns=['text']",
-            )
-        first = columns.split(first, at=0, rows=batch_size(first))
-    return Batches(loader, inside, listed, rows, first, order, unpacking, checks, columns)
+    if choice.by_order and inside is not None:
+        raise CaptureError(
+            "columns by order, but rows by the ids that batches bring",
+            found=", ".join(choice.by_order),
+            fix="have the collate function pass them on, and name them: columns=['text']",
+        )
+    first = choice.split(first, at=0, rows=batch_size(first))
+    return Batches(loader, inside, listed, rows, first, order, unpacking, checks, choice)
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -360,23 +358,3 @@ def _taken_apart(given: Any, ids: Any) -> tuple[Any, Any]:
         return {key: value for key, value in given.items() if key != ids}, found
     at = range(len(given))[int(ids)]
     return tuple(item for place, item in enumerate(given) if place != at), found
-
-
-def task_batches(
-    loader: Iterable[Any],
-    model: nn.Module,
-    task: Task,
-    mode: Mode | None,
-    *,
-    ids: Ids | None = None,
-    columns: Any = None,
-    preview: Preview | None = None,
-) -> Batches:
-    """The batches of a loader as a task takes them: packs taken apart, tokens and labels checked."""
-    return batches_of(
-        loader,
-        ids,
-        unpacking=unpacking_for(model, task, mode),
-        checks=sequence_checks(model, task),
-        columns=parse_columns(columns, preview),
-    )

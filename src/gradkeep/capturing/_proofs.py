@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     """The unit by which each is captured in a batch; None: the loss does not depend on it."""
 
 
-def told_of_gradients(
+def backward_per_layer(
     target: Tensor, units: Sequence[LayerUnit], callback: Callable[[LayerUnit, Tensor], None]
 ) -> list[LayerUnit]:
     """Give each unit's gradient `[P]` of a scalar to the callback; returns the units that have none.
@@ -159,7 +159,7 @@ def choose_rules(
         tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
         single=single,
     )
-    unused = told_of_gradients((target * search.weights).sum(), units, search.arrived)
+    unused = backward_per_layer((target * search.weights).sum(), units, search.arrived)
     found, last_resort = search.rules, search.try_dense()
     used = [unit for unit in units if unit in found or unit in search.truths]
     dense = [unit for unit in used if unit in last_resort or found[unit][0].rule in DENSE_RULES]

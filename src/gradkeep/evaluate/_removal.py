@@ -90,12 +90,9 @@ def removal_curve(
             sets += [order[:count] for count in counts]
     for count in counts:
         sets += [rng.permutation(total)[:count] for _ in range(_RANDOM_SETS)]
-    masks = np.full((len(sets) + 1, total), train == "without")
-    masks[-1] = True
-    for mask, named in zip(masks, sets, strict=False):
-        mask[named] = train == "with only"
     columns = places_among(scores.query_ids, recipe.num_queries)[asked]
-    outputs = retrained(recipe, where, masks, seeds, options)[:, :, columns]
+    outputs = retrained(recipe, where, sets, seeds, options, train=train, whole=True)
+    outputs = outputs[:, :, columns]
     shape = (len(lines), len(asked), len(counts))
     split = int(np.prod(shape))
     named_outputs = outputs[:split].reshape(*shape, seeds, len(asked))
@@ -160,10 +157,8 @@ def leave_one_out(
         chosen = places_of("rows", rows, scores.train_ids)
     if len(chosen) < 2:
         raise EvaluationError("ranks need rows, two or more", found=len(chosen))
-    masks = np.ones((len(chosen) + 1, total), bool)
-    masks[np.arange(len(chosen)), chosen] = False
     places = places_among(scores.query_ids, recipe.num_queries)
-    outputs = retrained(recipe, where, masks, seeds, options)
+    outputs = retrained(recipe, where, chosen[:, None], seeds, options, whole=True)
     drops = (outputs[-1] - outputs[:-1])[:, :, places]
     universe = digest_of("loo", chosen, drops, level, resamples)
     predicted = np.asarray(scores.values, np.float64)[:, chosen].T
@@ -283,9 +278,23 @@ def _flips(
 
 
 def retrained(
-    recipe: Recipe, store: Store, masks: AnyArray, seeds: int, options: dict[str, Any]
+    recipe: Recipe,
+    store: Store,
+    sets: Sequence[AnyArray] | AnyArray,
+    seeds: int,
+    options: dict[str, Any],
+    *,
+    train: str = "without",
+    whole: bool = False,
 ) -> AnyArray:
-    """Outputs `[K, seeds, T]`, larger where a query is answered better."""
+    """Train without each set of rows, or with it only, and last with all rows if `whole`.
+
+    Outputs `[K, seeds, T]` are larger where a query is answered better.
+    """
+    masks = np.full((len(sets) + whole, recipe.num_rows), train == "without" or whole)
+    for mask, rows in zip(masks, sets, strict=False):
+        mask[:] = train == "without"
+        mask[rows] = train == "with only"
     outputs = recipe.retraining(store).retrain(masks, repeats=seeds, **options)
     sign = -1.0 if recipe.is_falling() else 1.0
     return sign * np.asarray(outputs, np.float64)

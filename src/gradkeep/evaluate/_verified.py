@@ -161,10 +161,7 @@ def _with_controls(
     total = recipe.num_rows
     rng = np.random.default_rng(len(named))
     sets = [named, *(rng.permutation(total)[: len(named)] for _ in range(_CONTROLS))]
-    masks = np.full((len(sets), total), train == "without")
-    for mask, one in zip(masks, sets, strict=True):
-        mask[one] = train == "with only"
-    return retrained(recipe, store, masks, seeds, options)
+    return retrained(recipe, store, sets, seeds, options, train=train)
 
 
 def _places(given: Any, ids: AnyArray | None, total: int, what: str) -> AnyArray:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-import gradkeep.store as gs
 import gradkeep.store as stores
 from gradkeep import _arguments
 from gradkeep._arguments import checked
@@ -72,7 +71,6 @@ class Progress:
         return ", ".join(parts)
 
 
-@checked(FarmError)
 def format_seconds(seconds: float) -> str:
     """A duration as a person says it.
 
@@ -196,7 +194,6 @@ def check_place(workers: int | None, engine: object, *, least: int = 0) -> None:
             found=f"workers={workers} and engine={engine!r}",
             fix="say one of them",
         )
-    _arguments.count("least", least, error=FarmError)
     if workers is not None:
         check_workers(workers, least=least)
     if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
@@ -367,20 +364,14 @@ def share_out(
         if old.startswith(prefix):
             _delete_idle(store, old)
     name = prefix + secrets.token_hex(4)
-    rows = store.rows(name, gs.Schema(tuple(arrays)), num_rows=count)
+    rows = store.rows(name, stores.Schema(tuple(arrays)), num_rows=count)
     found = "workers that ended before all was done"
     try:
         try:
-            run(
-                store,
-                name,
-                job,
-                workers=None if workers is None else min(workers, count),
-                engine=engine,
-                here=None if engine is not None else here,
-                progress=progress,
-                **_SHARING,
-            )
+            few = None if workers is None else min(workers, count)
+            along = None if engine is not None else here
+            place: dict[str, Any] = {"workers": few, "engine": engine, "here": along}
+            run(store, name, job, progress=progress, **place, **_SHARING)
         except GradkeepError as error:
             found = f"\n{error}"
         missing = count - len(rows.done())
@@ -411,24 +402,19 @@ def _delete_idle(store: Store, name: str) -> None:
             store.delete_rows(name)
 
 
-@checked(FarmError)
 def blocks_of(count: int, workers: int) -> list[range]:
     """`count` things in one block for each worker, nearly equal.
 
     >>> blocks_of(5, 2), blocks_of(1, 4)
     ([range(0, 3), range(3, 5)], [range(0, 1)])
     """
-    _arguments.count("count", count, error=FarmError, least=1)
-    check_workers(workers, least=1)
     parts = min(count, workers)
     bounds = [-(-count * part // parts) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-@checked(FarmError)
 def size_of(workers: int | None, engine: Engine | None) -> int:
     """How many workers there will be, as far as that is known."""
-    check_place(workers, engine)
     found = workers if engine is None else getattr(engine, "num_workers", None)
     # Workers that an engine is taken to have which does not say.
     return max(1, found or 4)

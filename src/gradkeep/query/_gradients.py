@@ -194,7 +194,7 @@ def split_parameters(form: AnyForm, dense: torch.Tensor) -> dict[str, torch.Tens
     """Dense gradients `[B, P]` of a layer as one tensor `[B, *shape]` for each parameter."""
     parts = torch.split(dense, [parameter.size for parameter in form.parameters], 1)
     return {
-        parameter.name: part.reshape(-1, *parameter.shape)
+        parameter.name: part.reshape(len(dense), *parameter.shape)
         for parameter, part in zip(form.parameters, parts, strict=True)
     }
 

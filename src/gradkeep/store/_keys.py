@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -33,6 +33,10 @@ HEADS = "heads"
 CATALOG = "catalog.sqlite"
 
 
+def _named(*fields: str) -> dict[str, str]:
+    return dict(zip(fields, fields, strict=True))
+
+
 def is_name(name: str) -> bool:
     """Whether this can be a name in a store; other folders were not made by gradkeep."""
     return _NAME.fullmatch(name) is not None
@@ -48,37 +52,43 @@ def checked_name(what: str, name: str) -> str:
     return name
 
 
+class _Key:
+    """The name of a block: its parts are the folders below a root that it lies in."""
+
+    __slots__ = ()
+    root: ClassVar[str]
+    parts: ClassVar[dict[str, str]]
+    """The fields in the order of folders, and what each is called in tables and errors."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.labels.items():
+            checked_name(name, value)
+
+    @property
+    def folder(self) -> str:
+        """Where the block lies in the store."""
+        return "/".join((self.root, *self.labels.values()))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell the rows of this block from those of others."""
+        return {label: getattr(self, field) for field, label in self.parts.items()}
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class CaptureKey:
+class CaptureKey(_Key):
     """Which capture: one checkpoint of a run, replayed over one split.
 
     >>> CaptureKey(checkpoint="final", split="train").folder
     'blocks/main/final/train/main'
     """
 
+    root: ClassVar[str] = BLOCKS
+    parts: ClassVar[dict[str, str]] = _named("run", "checkpoint", "split", "capture")
     checkpoint: str
     split: str
     run: str = "main"
     capture: str = "main"
-
-    def __post_init__(self) -> None:
-        for what in ("run", "checkpoint", "split", "capture"):
-            checked_name(what, getattr(self, what))
-
-    @property
-    def folder(self) -> str:
-        """Where the capture lies in the store."""
-        return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.capture}"
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The columns that tell this capture's samples from those of others."""
-        return {
-            "run": self.run,
-            "checkpoint": self.checkpoint,
-            "split": self.split,
-            "capture": self.capture,
-        }
 
     @property
     def moments(self) -> BasisKey:
@@ -115,22 +125,16 @@ class CaptureKey:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class ScoresKey:
+class ScoresKey(_Key):
     """Which saved scores.
 
     >>> ScoresKey("digits-kernel").folder
     'scores/digits-kernel'
     """
 
+    root: ClassVar[str] = SCORES
+    parts: ClassVar[dict[str, str]] = {"name": "scores"}
     name: str
-
-    def __post_init__(self) -> None:
-        checked_name("scores", self.name)
-
-    @property
-    def folder(self) -> str:
-        """Where the scores lie in the store."""
-        return f"{SCORES}/{self.name}"
 
     @property
     def train(self) -> ScoresKey:
@@ -151,33 +155,21 @@ class ScoresKey:
         """Whether that names the rows of these scores."""
         return other.name == f"{self.name}{_TRAIN}"
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """The columns that tell these scores from others."""
-        return {"scores": self.name}
-
 
 @dataclass(frozen=True, slots=True, order=True)
-class BasisKey:
+class BasisKey(_Key):
     """Which basis: what the coordinates of compressed captures of one checkpoint are.
 
     >>> BasisKey("final").folder
     'bases/main/final/main'
     """
 
+    root: ClassVar[str] = BASES
+    parts: ClassVar[dict[str, str]] = _named("run", "checkpoint", "capture")
     checkpoint: str
     run: str = "main"
     capture: str = "main"
     """The name of the captures that are kept in it."""
-
-    def __post_init__(self) -> None:
-        for what in ("run", "checkpoint", "capture"):
-            checked_name(what, getattr(self, what))
-
-    @property
-    def folder(self) -> str:
-        """Where the basis lies in the store."""
-        return f"{BASES}/{self.run}/{self.checkpoint}/{self.capture}"
 
     @property
     def of_moments(self) -> bool:
@@ -188,38 +180,34 @@ class BasisKey:
         """
         return _MOMENTS.search(self.capture) is not None
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """The columns that tell this basis from others."""
-        return {"run": self.run, "checkpoint": self.checkpoint, "capture": self.capture}
-
 
 @dataclass(frozen=True, slots=True, order=True)
-class EvaluationKey:
+class EvaluationKey(_Key):
     """Which evaluation of an attribution.
 
     >>> EvaluationKey("lds-kernel").folder
     'evaluations/lds-kernel'
     """
 
+    root: ClassVar[str] = EVALUATIONS
+    parts: ClassVar[dict[str, str]] = {"name": "evaluation"}
     name: str
-
-    def __post_init__(self) -> None:
-        checked_name("evaluation", self.name)
-
-    @property
-    def folder(self) -> str:
-        """Where the evaluation lies in the store."""
-        return f"{EVALUATIONS}/{self.name}"
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The columns that tell this evaluation from others."""
-        return {"evaluation": self.name}
 
 
 BlockKey = CaptureKey | ScoresKey | BasisKey | EvaluationKey
 """What names a block: a capture, saved scores, a basis, or an evaluation."""
+
+
+def key_of(folder: str) -> BlockKey:
+    """The key of the block that lies in a folder.
+
+    >>> key_of("scores/dot")
+    ScoresKey(name='dot')
+    """
+    root, *names = folder.split("/")
+    kinds: tuple[type[BlockKey], ...] = (CaptureKey, ScoresKey, BasisKey, EvaluationKey)
+    kind = next(kind for kind in kinds if kind.root == root)
+    return kind(**dict(zip(kind.parts, names, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,12 @@ from gradkeep.store._document import (
 )
 from gradkeep.store._gc import YOUNG_SECONDS, repair_damage
 from gradkeep.store._keys import (
-    BASES,
     CATALOG,
-    EVALUATIONS,
     ROWS,
-    BasisKey,
-    CaptureKey,
-    EvaluationKey,
     KnownFile,
-    ScoresKey,
     is_folder_name,
     is_recorded_step,
+    key_of,
     known_file,
     looks_like_ours,
     may_be_folder_name,
@@ -407,7 +402,7 @@ class _Check:
             block = Block(self._backend, file.folder, version=file.number)
             same = is_tied(key.rpartition("/")[2], block)
             if same is None and samples_available():  # of an older version: only its content tells
-                same = holds_samples_of(data, block, _labels(file.folder), path=key)
+                same = holds_samples_of(data, block, key_of(file.folder).labels, path=key)
         except StoreError as error:
             if error.path == key:
                 raise
@@ -521,18 +516,6 @@ class _Check:
 
 def _in_its_folder(key: str, file: KnownFile) -> bool:
     return int(key.split("/")[-2]) == file.number // ROWS_PER_FOLDER
-
-
-def _labels(folder: str) -> dict[str, str]:
-    parts = folder.split("/")
-    if len(parts) == 2:
-        key = EvaluationKey if parts[0] == EVALUATIONS else ScoresKey
-        return key(parts[1]).labels
-    if parts[0] == BASES:
-        _, run, checkpoint, capture = parts
-        return BasisKey(checkpoint, run=run, capture=capture).labels
-    _, run, checkpoint, split, capture = parts
-    return CaptureKey(checkpoint, split, run=run, capture=capture).labels
 
 
 def _reason(error: Exception) -> str:

@@ -49,8 +49,14 @@ if TYPE_CHECKING:
 
 BlockKind = Literal["capture", "scores", "rows", "basis", "evaluation"]
 BlockState = Literal["sealed", "open", "unreadable"]
-_NAMED: dict[BlockKind, str] = {"scores": SCORES, "rows": ROWS, "evaluation": EVALUATIONS}
-"""Where the kinds lie that a name alone tells apart."""
+_PLACES: dict[BlockKind, tuple[str, int]] = {
+    "capture": (BLOCKS, 4),
+    "scores": (SCORES, 1),
+    "rows": (ROWS, 1),
+    "evaluation": (EVALUATIONS, 1),
+    "basis": (BASES, 3),
+}
+"""Below which folder the blocks of a kind lie, and how many folders deep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +76,8 @@ class BlockAddress:
         >>> BlockAddress("capture", "main", run="main", checkpoint="final", split="train").folder
         'blocks/main/final/train/main'
         """
-        if self.kind == "capture":
-            return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
-        if self.kind == "basis":
-            return self.basis.folder
-        return f"{_NAMED[self.kind]}/{self.name}"
+        above = (_PLACES[self.kind][0], self.run, self.checkpoint, self.split)
+        return "/".join([*(part for part in above if part), self.name])
 
     @property
     def word(self) -> str:
@@ -185,21 +188,20 @@ _T = TypeVar("_T")
 
 def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddress]:
     """Every folder that can hold a block of these kinds (or any); some may turn out to be empty."""
-    if not kinds or "capture" in kinds:
-        for run in folders(backend, BLOCKS):
-            for checkpoint in folders(backend, f"{BLOCKS}/{run}"):
-                for split in folders(backend, f"{BLOCKS}/{run}/{checkpoint}"):
-                    for name in folders(backend, f"{BLOCKS}/{run}/{checkpoint}/{split}"):
-                        yield BlockAddress("capture", name, run, checkpoint, split)
-    for kind, place in _NAMED.items():
+    for kind, (root, depth) in _PLACES.items():
         if not kinds or kind in kinds:
-            for name in folders(backend, place):
-                yield BlockAddress(kind, name)
-    if not kinds or "basis" in kinds:
-        for run in folders(backend, BASES):
-            for checkpoint in folders(backend, f"{BASES}/{run}"):
-                for name in folders(backend, f"{BASES}/{run}/{checkpoint}"):
-                    yield BlockAddress("basis", name, run, checkpoint)
+            for *above, name in _folders_below(backend, root, depth):
+                yield BlockAddress(kind, name, *above)
+
+
+def _folders_below(backend: Backend, folder: str, depth: int) -> Iterator[tuple[str, ...]]:
+    """The names of folders so many levels down, each with those above it."""
+    for name in folders(backend, folder):
+        if depth == 1:
+            yield (name,)
+        else:
+            for below in _folders_below(backend, f"{folder}/{name}", depth - 1):
+                yield (name, *below)
 
 
 def entries_below(backend: Backend, folder: str) -> Iterator[tuple[str, Entry]]:
