@@ -187,4 +187,4 @@ def test_a_spec_of_too_many_models_is_refused(inline, place):
         (place / "spec.json").write_text(f'{{"num_models": {count}, "schema": {{"m": 1}}}}')
         run = inline("datamodels", "init", "store", "--spec", "spec.json")
         assert run.returncode == 2
-        assert "num_models is wrong" in run.stderr
+        assert "num_models" in run.stderr.splitlines()[0]

@@ -110,7 +110,7 @@ def test_an_interrupt_is_quiet(folder, moment):
         # Whoever runs the tests in the background has them ignore interrupts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
-        last = "typer" if moment == "loading" else "duckdb"
+        last = "typer" if moment == "loading" else "duckdb._version"
         for line in process.stderr:
             if line.rstrip().endswith(f" {last}"):
                 break

@@ -495,9 +495,6 @@ def test_online_a_share_is_of_the_first_step_and_bytes_are_bytes():
     share.peak = 1001
     assert share._bytes() == 500
     assert fixed._bytes() == 300
-    share.step_is_over()
-    share.leave(None)
-    assert share.latest is None, "it was never entered"
 
 
 # A budget as a whole

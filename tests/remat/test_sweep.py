@@ -146,7 +146,7 @@ def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
         (["simulate", LOG, "--ratio", "-1"], "'--ratio': Input should be greater than or equal"),
         (["simulate", LOG, "--budget", "lots"], "not a number of bytes"),
         (["simulate", "nowhere.log", "--ratio", "0.5"], "no such file"),
-        (["pareto", LOG, "--ratios", "a,b"], "with commas between them"),
+        (["pareto", LOG, "--ratios", "a,b"], "comma-separated"),
         (["optimal", LOG, "--budget", "1"], "at least"),
         (["record", "nowhere.py"], "there is no such file"),
     ],

@@ -277,7 +277,7 @@ def test_steep_pictures_are_logarithmic_and_tables_keep_everything(tmp_path):
     [
         ([], "--model NAME"),
         (["--model", "lsmt"], "lstm"),
-        (["--model", "lstm", "--size", "length"], "NAME=NUMBER"),
+        (["--model", "lstm", "--size", "length"], "NAME=VALUE"),
     ],
 )
 def test_bad_command_lines_get_a_message_and_no_traceback(words, message, tmp_path):
