@@ -142,10 +142,8 @@ class LiveCore(EvictionCore):
         self.search_time = self.copy_time = 0
 
     def limit_to(self, budget: float) -> None:
-        """Use another budget from the next operator on, unless eviction has ended."""
-        self._allowed = budget
-        if not self.settled:
-            self.budget = budget
+        """Use another budget from the next operator on."""
+        self.budget = self._allowed = budget
 
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The value that a tensor shows; one never seen before is a constant."""
@@ -209,12 +207,7 @@ class LiveCore(EvictionCore):
         self._evict(storage)
 
     def _needed(self, storage: Storage) -> bool:
-        """Return True if an evictable storage was computed from it.
-
-        Once everything is back, nothing is evicted or recomputed any more.
-        """
-        if self.settled:
-            return False
+        """Return True if an evictable storage was computed from it."""
         # Whoever makes one result of an operator again makes them all.
         beside = [sibling.storage for node in storage.tensors for sibling in node.siblings]
         return any(o in self.bytes and not o.pinned for o in (*storage.below, *beside))
@@ -373,8 +366,9 @@ class LiveCore(EvictionCore):
         results = tensors_in(out)
         # What is new comes before what is written in place.
         for index, (position, geometry) in enumerate(operator.results):
-            if not by_index[index].storage.material:
-                self._fill(by_index[index].storage, results[position], geometry)
+            storage = by_index[index].storage
+            if storage in self.bytes and not storage.material:
+                self._fill(storage, results[position], geometry)
         super()._run(tensor, need, again=again)
         # The core counts what was expected; what it took is what people are told.
         self.remat_compute += taken - operator.cost
@@ -384,6 +378,16 @@ class LiveCore(EvictionCore):
             # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
             self.gave_up, self.budget = True, math.inf
             self.reason = "more was recomputed than is worth it"
+
+    def _run_siblings(self, tensor: Node) -> list[Storage]:
+        # Results that were forgotten are computed for nothing, as those that are in memory.
+        forgotten = [sibling for sibling in tensor.siblings if sibling.storage not in self.bytes]
+        for sibling in forgotten:
+            sibling.defined = True
+        arrived = super()._run_siblings(tensor)
+        for sibling in forgotten:
+            sibling.defined = False
+        return arrived
 
     def _again(self, operator: OnlineOperator) -> Any:
         if operator.run is None:
@@ -452,8 +456,8 @@ class LiveCore(EvictionCore):
                 self.compare(node.storage)
             except RematError as error:
                 failed = failed or error
-        for storage in [one for one, place in self.bytes.items() if place.dead]:
-            self._forget(storage)
+        for storage in [one for one in self.pool if self.bytes[one].dead]:
+            self._evict(storage)
         if failed is not None:
             raise RematError(
                 f"a tensor could not be made again; it now holds not-a-number: {failed!s}",
