@@ -28,7 +28,7 @@ from gradkeep.cli._options import (
 from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from gradkeep.evaluate import Evaluation
+    from gradkeep.evaluate import Evaluation, Recipe
     from gradkeep.evaluate._groups import ChosenRows
     from gradkeep.store import Store
 
@@ -61,6 +61,7 @@ def select(
     import gradkeep as gk
 
     size = _parse_share(keep)
+    training = None if recipe is None else load_recipe(recipe, None)
     if out is not None:
         output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
@@ -68,7 +69,7 @@ def select(
     rows = gk.evaluate.select_rows(scores, size)
     options = {"seeds": seeds, "workers": workers, "train": "with only"}
     _show_rows(
-        rows, out, _verify_rows(rows, recipe, json=json, scores=scores, **options), json=json
+        rows, out, _verify_rows(rows, training, json=json, scores=scores, **options), json=json
     )
 
 
@@ -92,6 +93,7 @@ def leaks(
     """
     import gradkeep as gk
 
+    training = None if recipe is None else load_recipe(recipe, None)
     if out is not None:
         output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
@@ -100,7 +102,7 @@ def leaks(
     rows = gk.evaluate.find_leaks(scores, above=above)
     options = {"seeds": seeds, "workers": workers}
     _show_rows(
-        rows, out, _verify_rows(rows, recipe, json=json, scores=scores, **options), json=json
+        rows, out, _verify_rows(rows, training, json=json, scores=scores, **options), json=json
     )
 
 
@@ -153,29 +155,30 @@ def relabel(
 
     output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
+    training = load_recipe(recipe, opened)
     options: dict[str, Any] = {"seeds": seeds, "workers": workers}
     rows = gk.evaluate.suggest_labels(
-        load_recipe(recipe, opened),
+        training,
         store=opened,
         precision=precision,
         progress=None if json else print_progress,
         **options,
     )
-    _show_rows(rows, out, _verify_rows(rows, recipe, json=json, store=opened, **options), json=json)
+    _show_rows(
+        rows, out, _verify_rows(rows, training, json=json, store=opened, **options), json=json
+    )
 
 
 def _verify_rows(
-    rows: ChosenRows, recipe: str | None, *, json: bool, **options: Any
+    rows: ChosenRows, training: Recipe | None, *, json: bool, **options: Any
 ) -> Evaluation | None:
     """Train without the rows (or with them alone), if there is a recipe and a row."""
     import gradkeep as gk
 
-    if recipe is None or not len(rows):
+    if training is None or not len(rows):
         return None
     progress = None if json else print_progress
-    return gk.evaluate.verify_rows(
-        rows.ids, load_recipe(recipe, None), progress=progress, **options
-    )
+    return gk.evaluate.verify_rows(rows.ids, training, progress=progress, **options)
 
 
 def _parse_share(text: str) -> int | float:
