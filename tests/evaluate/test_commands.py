@@ -59,8 +59,8 @@ def test_a_truth_is_trained_from_a_script_and_remembered(inline, tmp_path, scrip
     assert "10 subsets x 2 seeds, 12 queries; ceiling" in made.stdout
     assert evaluate.load_truth(tmp_path / "new").recipe == f"{script}:how"
     for source, said in (
-        (f"{script}:nothing", "recipe"),
-        (f"{script}:missing", "recipe"),
+        (f"{script}:nothing", "is not a recipe"),
+        (f"{script}:missing", "is not a recipe"),
         ("nowhere.py:how", "no such file"),
         ("no_such_module:how", "no_such_module"),
         ("how", "module:name"),

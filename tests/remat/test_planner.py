@@ -495,6 +495,14 @@ def test_online_a_share_is_of_the_first_step_and_bytes_are_bytes():
     share.peak = 1001
     assert share._bytes() == 500
     assert fixed._bytes() == 300
+    share.peak = 0
+    online = share.enter()
+    held = torch.zeros(1000) + 1
+    share.step_is_over(online)
+    assert share.peak >= held.nbytes, "the first step ran without a budget"
+    assert online.budget == share._bytes() == share.peak // 2
+    share.leave(online, None)
+    assert share.latest is not None
 
 
 # A budget as a whole
