@@ -157,7 +157,7 @@ def capture(
     split: str = "train",
 ) -> gk.CaptureReport:
     rows = [{"input_ids": batch} for batch in batches]
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     return gk.capture(store, net, rows, task=task, keep=keep, split=split, progress=False)
 
 

@@ -160,7 +160,7 @@ def captured(
             store,
             model,
             list(tokens.split(BATCH)),
-            task=gk.LanguageModelling(),
+            task=gk.LanguageModeling(),
             checkpoints=f"epoch-{epoch}",
             split=split,
             keep=how,

@@ -115,7 +115,7 @@ def train(net: nn.Module, batches: list[torch.Tensor]) -> None:
 def capture(
     store: gk.Store, net: nn.Module, batches: list[torch.Tensor], keep: str, split: str = "train"
 ) -> gk.Captured:
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     return gk.capture(store, net, batches, task=task, keep=keep, split=split, progress=False)
 
 

@@ -582,7 +582,7 @@ def exact_scores(found: Truth, epoch: int, **options: object) -> np.ndarray:
                 store,
                 found.model(epoch),
                 list(tokens.split(25)),
-                task=gk.LanguageModelling(),
+                task=gk.LanguageModeling(),
                 checkpoints=f"epoch-{epoch}",
                 split=split,
                 progress=False,

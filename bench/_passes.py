@@ -101,7 +101,7 @@ def works(scale: float = 1.0) -> list[Work]:
 
     tokens = torch.randint(0, 256, (int(2048 * scale), 64), generator=generator)
     digits = rows(20_000, 784)
-    images, words = gk.Classification(), gk.LanguageModelling()
+    images, words = gk.Classification(), gk.LanguageModeling()
     return [
         Work("MLP 784-256-256-10", mlp.eval(), images, DataLoader(digits, 256)),
         Work("MLP, own data set", mlp.eval(), images, DataLoader(Own(digits), 256)),

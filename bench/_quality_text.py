@@ -171,7 +171,7 @@ def _captured(store: gk.Store, found: _lm_truth.Truth, epoch: int) -> tuple[floa
             store,
             found.model(epoch),
             list(tokens.split(_lm_lds.BATCH)),
-            task=gk.LanguageModelling(),
+            task=gk.LanguageModeling(),
             checkpoints=f"epoch-{epoch}",
             split=split,
             progress=False,

@@ -118,9 +118,7 @@ def prices() -> list[Price]:
     return [
         Price("ResNet-20, 3x32x32", resnet(seen), classes, seen, 1.4),
         Price("MLP 784-256-256-10", mlp(784, 256, 256, 10), classes, rows(20_480, 256, 784), 1.8),
-        Price(
-            "transformer 4x256, T=128", gpt, gk.LanguageModelling(), cut(tokens, tokens, 16), 2.0
-        ),
+        Price("transformer 4x256, T=128", gpt, gk.LanguageModeling(), cut(tokens, tokens, 16), 2.0),
         Price("CNN 3x32x32", images_cnn(), classes, rows(1024, 128, 3, 32, 32)),
         Price("MLP 64-32-10, batch 64", mlp(64, 32, 10), classes, rows(9_984, 64, 64)),
     ]

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 import gradkeep as gk
-from gradkeep.errors import GradkeepError, NotAStore
+from gradkeep.errors import GradkeepError, NotAStoreError
 from gradkeep.store import _document, gc, verify
 
 SEALED = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -89,7 +89,7 @@ def keep_coordinates(store: gk.Store) -> None:
     """Rows of a few bytes, what is asked about unrounded, and the basis of both."""
     torch.manual_seed(0)
     model = gk.data.GPT(vocabulary=7, length=12, dim=8, heads=2, layers=1).eval()
-    given = {"task": gk.LanguageModelling(), "run": "few", "progress": False}
+    given = {"task": gk.LanguageModeling(), "run": "few", "progress": False}
     for split, keep, count in (("texts", gk.Keep(256, rows=8), 10), ("asked", "queries", 2)):
         loader = [{"input_ids": torch.randint(7, (count, 12))}]
         with warnings.catch_warnings():
@@ -432,7 +432,7 @@ def outcome(path: Path, outside: Path) -> tuple[str, str]:
     damage: list[str] = []
     try:
         damage = [f"{item.path}: {item.what}" for item in verify(path, repair=True).damage]
-    except NotAStore as error:
+    except NotAStoreError as error:
         damage = [str(error)]  # nothing of a store is left
     except Exception as error:
         ugly.append(f"verify: {type(error).__name__}: {error}")

@@ -207,7 +207,7 @@ def subject(name: str) -> tuple[nn.Module, TensorDataset, TensorDataset]:
 
 def capture(net: nn.Module, train: TensorDataset, test: TensorDataset, **options) -> gk.Store:
     store = gk.open(tempfile.mkdtemp())
-    task = gk.LanguageModelling() if isinstance(net, GPT) else gk.Classification()
+    task = gk.LanguageModeling() if isinstance(net, GPT) else gk.Classification()
     if isinstance(net, GPT):  # what kronfluence knows of it
         linear = [name for name, part in net.named_modules() if isinstance(part, nn.Linear)]
         options = {"layers": linear, **options}

@@ -291,7 +291,7 @@ def cases() -> list[Case]:
             {"torch.func": (1, 2, 1), "captum": (1, 2, 1)},
         ),
         Case(
-            *("transformer 2x64, T=64", gpt.eval(), gk.LanguageModelling(), *texts, 32),
+            *("transformer 2x64, T=64", gpt.eval(), gk.LanguageModeling(), *texts, 32),
             {"torch.func": (0, 2, 0)},
         ),
     ]

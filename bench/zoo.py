@@ -94,7 +94,7 @@ def judged(item: ZooItem, way: str, batches: list[Batch], truth: Gradients) -> V
             gradients = gk.gradients(folder, split="train")
             kept = gradients.restore(gradients.ids)
     except GradkeepError as error:
-        return Verdict("refused", f"{type(error).__name__}: {error.what}")
+        return Verdict("refused", f"{type(error).__name__}: {error.message}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno}"

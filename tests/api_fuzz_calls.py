@@ -44,7 +44,7 @@ class World:
         self.test = gk.gradients(self.store, split="test")
         self.read = {"model": gk.data.GPT(vocabulary=7, length=5, dim=4, heads=2, layers=1).eval()}
         self.read |= {"loader": [{"input_ids": torch.randint(7, (4, 5))}]}
-        self.read |= {"task": gk.LanguageModelling()}
+        self.read |= {"task": gk.LanguageModeling()}
         gk.capture(
             self.store, split="texts", run="texts", keep="factors", progress=False, **self.read
         )

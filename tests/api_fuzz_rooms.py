@@ -86,7 +86,7 @@ def room_calls(w, call):
             {"prompts": [[5, 6]], "generated": torch.tensor([[5, 6, 7, 8]]), "with_prompt": True}
             | {"pad": None, "eos": None, "ignore_index": -100},
         ),
-        "LanguageModelling": (gk.LanguageModelling, {"span": None, "ignore_index": -100}),
+        "LanguageModeling": (gk.LanguageModeling, {"span": None, "ignore_index": -100}),
         "store.BasisKey": (
             stores.BasisKey,
             {"checkpoint": "final", "run": "main", "capture": "main"},

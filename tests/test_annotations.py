@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from test_arguments import ODD
 
 from gradkeep._arguments import check_fields, checked
@@ -65,9 +66,9 @@ def test_what_fits_is_what_the_annotation_says(annotation):
         if ORACLES[annotation](value):
             assert guarded(value) == guarded(value=value) == "called"
         else:
-            with pytest.raises(QueryError, match="value cannot be"):
+            with pytest.raises(QueryError, match="value must be"):
                 guarded(value)
-            with pytest.raises(QueryError, match="value cannot be"):
+            with pytest.raises(QueryError, match="value must be"):
                 guarded(value=value)
 
 
@@ -79,9 +80,9 @@ def test_sequences_are_looked_into():
     for good in ([1, 2], (), range(3), np.arange(3), torch.arange(3), None):
         function(good)
     for bad in (["1"], [1.5], "12", np.array(3), torch.tensor(3), 3, {1: 2}, [True], [math.nan]):
-        with pytest.raises(QueryError, match="values cannot be"):
+        with pytest.raises(QueryError, match="values must be"):
             function(bad)
-    with pytest.raises(QueryError, match="names cannot be"):
+    with pytest.raises(QueryError, match="names must be"):
         function(names=3)
 
 
@@ -91,7 +92,7 @@ def test_classes_are_found_by_their_names_and_paths_taken():
         return path
 
     assert function(QueryError("x"), Path("y")) == Path("y")
-    with pytest.raises(QueryError, match="expected: GradkeepError"):
+    with pytest.raises(QueryError, match="must be GradkeepError"):
         function(ValueError("x"))
 
 
@@ -100,9 +101,9 @@ def test_a_message_says_what_would_do():
     def function(kind: "Literal['pearson', 'spearman'] | None" = None, share: float = 0.5):
         return kind
 
-    with pytest.raises(QueryError, match="expected: 'pearson' or 'spearman' or None"):
+    with pytest.raises(QueryError, match="must be 'pearson' or 'spearman' or None"):
         function("kendall")
-    with pytest.raises(QueryError, match="share cannot be nan"):
+    with pytest.raises(QueryError, match="share must be"):
         function(share=math.nan)
 
 
@@ -129,7 +130,7 @@ def test_fields_of_records():
 
     assert Record(3, "b", {}).count == 3
     for wrong in ({"count": "3"}, {"count": 1, "kind": "c"}, {"count": 1, "more": 3}):
-        with pytest.raises(FarmError, match="cannot be"):
+        with raises(FarmError, "argument.invalid"):
             Record(**wrong)
     assert os
 
@@ -139,5 +140,5 @@ def test_a_name_that_means_anything_elsewhere_still_means_its_class():
     from gradkeep.compat.trak import projectors
 
     assert projectors.Gradients is Any
-    with pytest.raises(QueryError, match="gradients cannot be 3"):
+    with pytest.raises(QueryError, match="gradients must be"):
         query.total(3)

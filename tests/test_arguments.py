@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import _arguments
@@ -70,9 +71,9 @@ def test_odd_values_become_what_is_promised_or_the_error_that_was_named(check):
         if told is None:
             assert GOOD[check](found), repr(found)
             continue
-        assert told.what.startswith("it cannot be ")
-        assert len(told.what) < 120
-        assert "\n" not in told.what
+        assert told.message.startswith("it must be ")
+        assert len(told.message) < 160
+        assert "\n" not in told.message
         str(told).encode()
     assert min(outcomes.values()) > 0
 
@@ -84,7 +85,7 @@ def test_counts_within_their_range_and_no_others(value, least, most):
             value
         )
     else:
-        with pytest.raises(QueryError, match="n cannot be"):
+        with pytest.raises(QueryError, match="n must be"):
             _arguments.count("n", value, error=QueryError, least=least, most=most)
 
 
@@ -93,13 +94,13 @@ def test_numbers_are_finite(value):
     if math.isfinite(value):
         assert _arguments.number("x", value, error=QueryError) == value
     else:
-        with pytest.raises(QueryError, match="x cannot be"):
+        with pytest.raises(QueryError, match="x must be"):
             _arguments.number("x", value, error=QueryError)
 
 
 @pytest.mark.parametrize("value", [[1.0], ["1"], [True, 2], [[1]], "12", 3, {1, 2}, [2**64], [-1]])
 def test_lists_of_what_is_not_whole_are_refused_and_never_cut(value):
-    with pytest.raises(QueryError, match="ids cannot be"):
+    with pytest.raises(QueryError, match="ids must be"):
         _arguments.whole_numbers("ids", value, error=QueryError)
 
 
@@ -110,7 +111,7 @@ def test_whole_numbers_from_arrays_tensors_ranges_and_nothing():
 
 
 def test_a_word_nearby_is_offered():
-    with pytest.raises(QueryError, match="did you mean 'dense'"):
+    with raises(QueryError, "argument.invalid", fix="'dense'"):
         _arguments.one_of("keep", "dens", ["dense", "exact"], error=QueryError)
 
 
@@ -123,7 +124,7 @@ def test_only_a_files_place_is_taken(tmp_path):
     for name in ("file", "new", "link", "no/such/folder"):
         _arguments.file_to_write(tmp_path / name, error=FarmError)
     for name in ("folder", "pipe", "nowhere"):
-        with pytest.raises(FarmError, match="a file of its own"):
+        with raises(FarmError, "argument.not_a_file"):
             _arguments.file_to_write(tmp_path / name, error=FarmError)
 
 
@@ -148,7 +149,7 @@ def test_no_writer_of_a_named_file_takes_the_place_of_a_pipe(tmp_path):
         recorded,
     ]
     for write in writers:
-        with pytest.raises(gk.GradkeepError, match=r"of their own|of its own"):
+        with raises(gk.GradkeepError, "argument.not_a_file"):
             write()
         assert stat.S_ISFIFO(pipe.lstat().st_mode)
         assert os.listdir(tmp_path) == ["pipe"]

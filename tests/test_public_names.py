@@ -12,7 +12,7 @@ import gradkeep.errors
 
 NAMES = {
     "gradkeep": """
-        CaptureWarning Captured Classification GradkeepError Keep LanguageModelling LayerGradients
+        CaptureWarning Captured Classification GradkeepError Keep LanguageModeling LayerGradients
         LayerRule Measured Method Preview Projection Regression Scorer Scores Store Task Weights
         attribute attribute_once attribute_tokens capture combine completions datamodels errors
         evaluate gradients groups layers memory_budget methods open plan project query read_adam
@@ -32,7 +32,7 @@ NAMES = {
         register revolve simplify simulate stash unlimited_peak
     """,
     "gradkeep.errors": """
-        AttributionError BudgetError BudgetWarning CaptureError Conflict Damaged DataError DatamodelsError EvaluationError EvidenceWarning FarmError FormatTooNew GradkeepError InvalidRows LeaseLost MissingExtra MissingRows NotAStore NotSealed QueryError ReadOnly RematError SchemaMismatch StepChanged StoreError WriteFailed
+        AttributionError BudgetError BudgetWarning CaptureError ConflictError DamagedError DataError DatamodelsError EvaluationError EvidenceWarning FarmError FormatTooNewError GradkeepError InvalidRowsError LeaseLostError MissingExtraError MissingRowsError NotAStoreError NotSealedError QueryError ReadOnlyError RematError SchemaMismatchError StepChangedError StoreError WriteFailedError
     """,
     "gradkeep.store": """
         Array Backend BasisKey Batch Block Bucket CaptureKey Checkpoint Decision EvaluationKey
@@ -91,7 +91,7 @@ def test_every_error_is_shown_under_its_public_name_and_survives_pickling(name):
     assert issubclass(kind, gradkeep.GradkeepError)
     error = pickle.loads(pickle.dumps(kind("what", path="p", found=1, expected=2, fix="f")))
     assert type(error) is kind
-    told = (error.what, error.path, error.found, error.expected, error.fix)
+    told = (error.message, error.path, error.found, error.expected, error.fix)
     assert told == ("what", "p", 1, 2, "f")
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._weights import Weights, read_adam
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerRule, register_layer_rule
-    from gradkeep.capturing.tasks._language import LanguageModelling, completions
+    from gradkeep.capturing.tasks._language import LanguageModeling, completions
     from gradkeep.capturing.tasks._tasks import Classification, Measured, Regression, Task
     from gradkeep.curvature._project import project
     from gradkeep.curvature._sketches import Projection
@@ -59,7 +59,7 @@ _MODULES = {
     "Classification": "gradkeep.capturing.tasks._tasks",
     "GradkeepError": "gradkeep.errors",
     "Keep": "gradkeep.capturing._first_batch",
-    "LanguageModelling": "gradkeep.capturing.tasks._language",
+    "LanguageModeling": "gradkeep.capturing.tasks._language",
     "LayerGradients": "gradkeep.capturing.rules._layers",
     "LayerRule": "gradkeep.capturing.rules._rules",
     "Measured": "gradkeep.capturing.tasks._tasks",
@@ -101,7 +101,7 @@ __all__ = [
     "Classification",
     "GradkeepError",
     "Keep",
-    "LanguageModelling",
+    "LanguageModeling",
     "LayerGradients",
     "LayerRule",
     "Measured",

@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions: by annotation, type and range, with one kind of message."""
+"""Validation of the arguments of public functions by annotation, type and range."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 LARGEST = 2**63 - 1
-"""The largest count: what fits into the integers of arrays and files."""
+"""Largest count: the range of int64 arrays and files."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SHOWN = 80
+_MAX_REPR = 80
 
 
 def count(
@@ -42,27 +42,25 @@ def count(
     least: int = 0,
     most: int = LARGEST,
 ) -> int:
-    """A whole number from `least` to `most`; also one of numpy's or a tensor's, never a float or bool.
+    """Validate a whole number from `least` to `most`; numpy and tensor integers pass, floats and bools do not.
 
     >>> from gradkeep.errors import QueryError
     >>> count("rows", 3, error=QueryError)
     3
     >>> count("rows", 2.5, error=QueryError)
     Traceback (most recent call last):
-    gradkeep.errors.QueryError: rows cannot be 2.5
-      found:    float
-      expected: a whole number of at least 0
+    gradkeep.errors.QueryError: rows must be a whole number of at least 0, got 2.5
     """
     expected = _range("a whole number", least, None if most == LARGEST else most)
     if type(value).__name__ in ("bool", "bool_") or not isinstance(value, SupportsIndex):
-        raise refused(name, value, error=error, expected=expected)
+        raise argument_error(name, value, error=error, expected=expected)
     try:
-        found = operator.index(value)
+        result = operator.index(value)
     except Exception:  # an array or tensor that is not one whole number
-        raise refused(name, value, error=error, expected=expected) from None
-    if not least <= found <= most:
-        raise refused(name, value, error=error, expected=expected)
-    return found
+        raise argument_error(name, value, error=error, expected=expected) from None
+    if not least <= result <= most:
+        raise argument_error(name, value, error=error, expected=expected)
+    return result
 
 
 def number(
@@ -74,58 +72,56 @@ def number(
     above: float | None = None,
     most: float | None = None,
 ) -> float:
-    """A finite number within its range: from `least`, or above `above`, to `most`.
+    """Validate a finite number in a range: from `least`, or above `above`, to `most`.
 
     >>> from gradkeep.errors import QueryError
     >>> number("damping", 3, error=QueryError, above=0)
     3.0
     >>> number("damping", float("nan"), error=QueryError, above=0)
     Traceback (most recent call last):
-    gradkeep.errors.QueryError: damping cannot be nan
-      found:    float
-      expected: a finite number above 0
+    gradkeep.errors.QueryError: damping must be a finite number above 0, got nan
     """
     expected = _range("a finite number", least, most, above=above)
-    refuse = refused(name, value, error=error, expected=expected)
+    invalid = argument_error(name, value, error=error, expected=expected)
     if isinstance(value, str | bytes) or type(value).__name__ in ("bool", "bool_"):
-        raise refuse
+        raise invalid
     try:
-        found = float(value)  # type: ignore[arg-type]
+        result = float(value)  # type: ignore[arg-type]
     except Exception:  # no number, an array of several, an int beyond all floats
-        raise refuse from None
+        raise invalid from None
     if (
-        not math.isfinite(found)
-        or (least is not None and found < least)
-        or (above is not None and found <= above)
-        or (most is not None and found > most)
+        not math.isfinite(result)
+        or (least is not None and result < least)
+        or (above is not None and result <= above)
+        or (most is not None and result > most)
     ):
-        raise refuse
-    return found
+        raise invalid
+    return result
 
 
 def flag(name: str, value: object, *, error: type[GradkeepError]) -> bool:
-    """True or False; nothing that only counts as one, since `"no"` would be true."""
+    """Validate a bool; truthy values such as `"no"` are argument_error."""
     if type(value).__name__ not in ("bool", "bool_"):
-        raise refused(name, value, error=error, expected="True or False")
+        raise argument_error(name, value, error=error, expected="True or False")
     return bool(value)
 
 
 def text(
     name: str, value: object, *, error: type[GradkeepError], expected: str = "some text"
 ) -> str:
-    """Text that is not empty and can be written: no NUL, no half of a surrogate pair.
+    """Validate a non-empty string without NUL or lone surrogates.
 
     >>> from gradkeep.errors import QueryError
     >>> text("split", "train", error=QueryError)
     'train'
     """
     if not isinstance(value, str) or not value or not writable(value):
-        raise refused(name, value, error=error, expected=expected)
+        raise argument_error(name, value, error=error, expected=expected)
     return value
 
 
 def texts(name: str, value: object, *, error: type[GradkeepError]) -> tuple[str, ...]:
-    """One text or several, as a tuple.
+    """Validate one string or several and return a tuple.
 
     >>> from gradkeep.errors import QueryError
     >>> texts("run", "main", error=QueryError), texts("run", ["a", "b"], error=QueryError)
@@ -133,31 +129,31 @@ def texts(name: str, value: object, *, error: type[GradkeepError]) -> tuple[str,
     """
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, Sequence | AbstractSet) or isinstance(given, bytes):
-        raise refused(name, value, error=error, expected="some text, or a list of such")
+        raise argument_error(name, value, error=error, expected="some text, or a list of such")
     return tuple(text(name, item, error=error) for item in given)
 
 
 def one_of(name: str, value: object, words: Iterable[T], *, error: type[GradkeepError]) -> T:
-    """One of the known words; the message lists them and offers the nearest.
+    """Validate a choice; the message lists the choices and suggests the nearest.
 
     >>> from gradkeep.errors import QueryError
     >>> one_of("uncovered", "dens", ["dense", "error"], error=QueryError)
     Traceback (most recent call last):
-    gradkeep.errors.QueryError: uncovered cannot be 'dens'
-      found:    str
-      expected: 'dense' or 'error'
-      next:     did you mean 'dense'?
+    gradkeep.errors.QueryError: uncovered must be 'dense' or 'error', got 'dens'
+    Did you mean 'dense'?
     """
     known = list(words)
     for word in known:
         if type(value) is type(word) and value == word:
             return word
-    told = [repr(word) for word in known]
-    listed = " or ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+    choices = [repr(word) for word in known]
+    listed = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
     spelt = [word for word in known if isinstance(word, str)]
-    near = difflib.get_close_matches(value[:_SHOWN], spelt, n=1) if isinstance(value, str) else []
-    fix = f"did you mean {near[0]!r}?" if near else None
-    raise refused(name, value, error=error, expected=listed, fix=fix)
+    near = (
+        difflib.get_close_matches(value[:_MAX_REPR], spelt, n=1) if isinstance(value, str) else []
+    )
+    fix = f"Did you mean {near[0]!r}?" if near else None
+    raise argument_error(name, value, error=error, expected=listed, fix=fix)
 
 
 def instance(
@@ -168,36 +164,36 @@ def instance(
     error: type[GradkeepError],
     expected: str | None = None,
 ) -> T:
-    """An object of a class (or of one of several)."""
+    """Validate an instance of a class, or of one of several."""
     kinds: tuple[type[Any], ...] = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds):
-        said = expected or " or ".join(one.__name__ for one in kinds)
-        raise refused(name, value, error=error, expected=said)
-    found: T = value
-    return found
+        names = expected or " or ".join(one.__name__ for one in kinds)
+        raise argument_error(name, value, error=error, expected=names)
+    result: T = value
+    return result
 
 
 def function(name: str, value: T, *, error: type[GradkeepError], expected: str = "a function") -> T:
-    """Something that can be called."""
+    """Validate a callable."""
     if not callable(value):
-        raise refused(name, value, error=error, expected=expected)
+        raise argument_error(name, value, error=error, expected=expected)
     return value
 
 
 def file_path(name: str, value: object, *, error: type[GradkeepError]) -> str:
-    """A path as text: not empty, without NUL, encodable. Whether it exists is not looked at."""
+    """Validate a path and return it as a string; the file need not exist."""
     expected = "a path"
     try:
-        found = os.fspath(value)  # type: ignore[call-overload]
+        result = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
-        raise refused(name, value, error=error, expected=expected) from None
-    if not isinstance(found, str) or not found or "\0" in found:
-        raise refused(name, value, error=error, expected=expected)
+        raise argument_error(name, value, error=error, expected=expected) from None
+    if not isinstance(result, str) or not result or "\0" in result:
+        raise argument_error(name, value, error=error, expected=expected)
     try:
-        os.fsencode(found)
+        os.fsencode(result)
     except UnicodeError:
-        raise refused(name, value, error=error, expected=expected) from None
-    return found
+        raise argument_error(name, value, error=error, expected=expected) from None
+    return result
 
 
 def whole_numbers(
@@ -208,34 +204,32 @@ def whole_numbers(
     least: int = 0,
     most: int = LARGEST,
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """A list of whole numbers as int64 `[n]`: never cut to one, so that 3.7 is not row 3.
+    """Validate a list of whole numbers and return int64 `[n]`; floats are argument_error, not truncated.
 
     >>> from gradkeep.errors import QueryError
     >>> whole_numbers("ids", [3, 1], error=QueryError).tolist()
     [3, 1]
     >>> whole_numbers("ids", [3.7], error=QueryError)
     Traceback (most recent call last):
-    gradkeep.errors.QueryError: ids cannot be [3.7]
-      found:    list
-      expected: a list of whole numbers of at least 0
+    gradkeep.errors.QueryError: ids must be a list of whole numbers of at least 0, got [3.7]
     """
     import numpy as np
 
     expected = _range("a list of whole numbers", least, None if most == LARGEST else most)
-    refuse = refused(name, values, error=error, expected=expected)
+    invalid = argument_error(name, values, error=error, expected=expected)
     if isinstance(values, str | bytes | dict | set | frozenset):
-        raise refuse
+        raise invalid
     if isinstance(values, list | tuple) and any(isinstance(item, bool) for item in values):
-        raise refuse  # numpy makes 1 of True beside other numbers
+        raise invalid  # numpy converts True to 1 beside other numbers
     try:
-        found = np.asarray(values)
+        result = np.asarray(values)
     except Exception:
-        raise refuse from None
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise refuse
-    if found.size and not (least <= int(found.min()) and int(found.max()) <= most):
-        raise refuse
-    return found.astype(np.int64)
+        raise invalid from None
+    if result.ndim != 1 or (result.size and result.dtype.kind not in "iu"):
+        raise invalid
+    if result.size and not (least <= int(result.min()) and int(result.max()) <= most):
+        raise invalid
+    return result.astype(np.int64)
 
 
 def array(
@@ -246,7 +240,7 @@ def array(
     kinds: str = "biuf",
     expected: str = "an array of numbers",
 ) -> np.ndarray[Any, Any]:
-    """Anything that is an array, a tensor or a list, as an array of numbers; never of objects.
+    """Convert an array, tensor or list to a numeric numpy array; object arrays are argument_error.
 
     >>> from gradkeep.errors import QueryError
     >>> array("weights", [1, 2], error=QueryError).shape
@@ -254,23 +248,23 @@ def array(
     """
     import numpy as np
 
-    given = values
+    original = values
     try:
-        if hasattr(values, "detach"):  # a tensor, told without importing torch
+        if hasattr(values, "detach"):  # a tensor, without importing torch
             values = values.detach().cpu()
             # numpy has no bfloat16; float32 holds it exactly.
             values = values.float() if str(values.dtype) == "torch.bfloat16" else values
-        found = np.asarray(values.numpy() if hasattr(values, "numpy") else values)
+        result = np.asarray(values.numpy() if hasattr(values, "numpy") else values)
     except Exception:
-        found = None
-    # The error is made only where there is one: to show an array takes longer than to check it.
-    if found is None or found.dtype.kind not in kinds:
-        raise refused(name, given, error=error, expected=expected)
-    return found
+        result = None
+    # Built only on failure: representing an array takes longer than checking it.
+    if result is None or result.dtype.kind not in kinds:
+        raise argument_error(name, original, error=error, expected=expected)
+    return result
 
 
 def writable(value: str) -> bool:
-    """Whether the text can be stored and shown: valid Unicode without NUL.
+    """Return True if the text is valid Unicode without NUL.
 
     >>> writable("train"), writable("a" + chr(0)), writable(chr(0xD800))
     (True, False, False)
@@ -282,21 +276,21 @@ def writable(value: str) -> bool:
     return "\0" not in value
 
 
-def shown(value: object) -> str:
-    """A value for a message: on one line, short, and whatever its own `repr` does.
+def short_repr(value: object) -> str:
+    """Represent a value on one short line, even if its own `repr` fails.
 
-    >>> shown("train"), shown("a" * 200)[-6:]
+    >>> short_repr("train"), short_repr("a" * 200)[-6:]
     ("'train'", ' (...)')
     """
     try:
-        told = repr(value[: 2 * _SHOWN] if isinstance(value, str | bytes) else value)
+        line = repr(value[: 2 * _MAX_REPR] if isinstance(value, str | bytes) else value)
     except Exception:
-        told = f"<{type(value).__name__}>"
-    told = " ".join(told.encode("utf-8", "backslashreplace").decode().split())
-    return told if len(told) <= _SHOWN else f"{told[: _SHOWN - 6]} (...)"
+        line = f"<{type(value).__name__}>"
+    line = " ".join(line.encode("utf-8", "backslashreplace").decode().split())
+    return line if len(line) <= _MAX_REPR else f"{line[: _MAX_REPR - 6]} (...)"
 
 
-def refused(
+def argument_error(
     name: str,
     value: object,
     *,
@@ -304,14 +298,13 @@ def refused(
     expected: str,
     fix: str | None = None,
 ) -> GradkeepError:
-    """The error for an argument that cannot be what it is."""
-    return error(
-        f"{name} cannot be {shown(value)}", found=type(value).__name__, expected=expected, fix=fix
-    )
+    """Build the error for an argument of a wrong type or value."""
+    message = f"{name} must be {expected}, got {short_repr(value)}"
+    return error(message, code="argument.invalid", fix=fix)
 
 
 def optional(check: Callable[..., T], name: str, value: object, **limits: Any) -> T | None:
-    """The same check for an argument that may be left out.
+    """Apply a check unless the value is None.
 
     >>> from gradkeep.errors import FarmError
     >>> optional(count, "workers", None, error=FarmError) is None
@@ -337,7 +330,7 @@ def _range(what: str, least: float | None, most: float | None, above: float | No
 def file_to_write(
     path: str | os.PathLike[str], *, error: type[GradkeepError]
 ) -> str | os.PathLike[str]:
-    """A path whose file may be replaced: never a device's, a pipe's or a folder's place.
+    """Validate an output path: a regular file or nothing, never a device, pipe or folder.
 
     >>> from gradkeep.errors import StoreError
     >>> file_to_write("no/such/file", error=StoreError)
@@ -345,7 +338,8 @@ def file_to_write(
     """
     if os.path.lexists(path) and not os.path.isfile(path):
         raise error(
-            "this is written to a file of its own",
+            "the output path is not a regular file",
+            code="argument.not_a_file",
             path=os.fspath(path)[:300],
             found="a folder" if os.path.isdir(path) else "a pipe, a device or a link to nowhere",
             expected="a file, or nothing yet",
@@ -354,15 +348,15 @@ def file_to_write(
 
 
 _BUDGETS = ("memory_budget", "budget")
-"""These have a parser and an error of their own: `_budgets.py`."""
-_FEW = 1000
-"""Of longer sequences only so many are looked at: what reads them looks at the rest."""
+"""Parameters with their own parser in `_budgets.py`."""
+_MAX_CHECKED_ITEMS = 1000
+"""Items of a sequence that are checked; the reader checks the rest."""
 
 
 def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: arguments that the annotations do not allow are refused with `error`.
+    """Decorate a function to validate its arguments by their annotations.
 
-    `fixes` says by a parameter's name what to do when it is refused.
+    `fixes` maps parameter names to the advice added to the error.
 
     >>> from gradkeep.errors import QueryError
     >>> @checked(QueryError)
@@ -372,9 +366,7 @@ def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T
     3
     >>> top("3")
     Traceback (most recent call last):
-    gradkeep.errors.QueryError: k cannot be '3'
-      found:    str
-      expected: a whole number
+    gradkeep.errors.QueryError: k must be a whole number, got '3'
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -394,7 +386,7 @@ def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given = {**dict(zip(places, args, strict=False)), **kwargs}
             for name, annotation in named.items():
-                # What stands in the signature itself may be given, such as a limit of infinity.
+                # A default always passes, such as a limit of infinity.
                 if name in given and not _is_default(given[name], defaults[name]):
                     home = plain.__globals__
                     _check(name, given[name], annotation, home, error, fixes.get(name))
@@ -412,7 +404,7 @@ def _is_default(value: object, default: object) -> bool:
 
 
 def check_fields(record: Any, error: type[GradkeepError]) -> None:
-    """The same for the fields of a dataclass, to be called by its `__post_init__`."""
+    """Validate the fields of a dataclass; call it in `__post_init__`."""
     home = vars(sys.modules[type(record).__module__])
     for field in record.__dataclass_fields__.values():
         if field.init:
@@ -430,11 +422,11 @@ def _check(
     hint = _resolved(annotation, home) if isinstance(annotation, str) else annotation
     if not _fits(value, hint):
         expected = " or ".join(_words(hint))
-        raise refused(name, value, error=error, expected=expected, fix=fix)
+        raise argument_error(name, value, error=error, expected=expected, fix=fix)
 
 
 class _Names(dict[str, Any]):
-    """Every name that an annotation may use."""
+    """Namespace for evaluating annotations: builtins, typing and every loaded gradkeep module."""
 
     complete: bool = True
 
@@ -444,39 +436,39 @@ class _Names(dict[str, Any]):
         for place in (builtins, typing, collections.abc):
             if hasattr(place, name):
                 return getattr(place, name)
-        found = {
+        result = {
             id(held): held
             for module_name, module in list(sys.modules.items())
             if module_name.startswith("gradkeep.")
             and (held := vars(module).get(name)) is not None
-            and held is not Any  # one that leaves it open says nothing of the others
+            and held is not Any
         }
-        if not found:
+        if not result:
             self.complete = False  # its module may be loaded later
             return Any
         try:
-            # Two rooms may mean two things by one name.
-            return functools.reduce(operator.or_, found.values())
+            # Two modules may use one name for two types.
+            return functools.reduce(operator.or_, result.values())
         except TypeError:  # a name that is no type somewhere
             return Any
 
 
-_known: dict[tuple[str, int], Any] = {}
-"""Annotations that were understood in full, by their text and the module that they stand in."""
+_resolved_annotations: dict[tuple[str, int], Any] = {}
+"""Evaluated annotations by text and module."""
 
 
 def _resolved(annotation: str, home: dict[str, Any]) -> Any:
     key = (annotation, id(home))
-    if key in _known:
-        return _known[key]
+    if key in _resolved_annotations:
+        return _resolved_annotations[key]
     names = _Names(home)
     try:
-        found = eval(annotation, {"__builtins__": {}}, names)
+        result = eval(annotation, {"__builtins__": {}}, names)
     except Exception:  # a name inside of a package that is not loaded
         return Any
     if names.complete:  # else its module may be loaded later
-        _known[key] = found
-    return found
+        _resolved_annotations[key] = result
+    return result
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -500,7 +492,7 @@ def _is_plain(value: object, hint: Any) -> bool:
     is_bool = type(value).__name__ in ("bool", "bool_")
     if hint is bool:
         return is_bool
-    if hint is int and type(value) is int:  # to ask a protocol takes longer than most functions
+    if hint is int and type(value) is int:  # a fast path: protocol checks are slow
         return _is_whole(value)
     if hint is int:
         return not is_bool and isinstance(value, SupportsIndex) and _is_whole(value)
@@ -512,14 +504,14 @@ def _is_plain(value: object, hint: Any) -> bool:
 
 
 def _is_instance(value: object, kind: Any) -> bool:
-    # A protocol is told by what it has, which only shows when it is used.
+    # Protocols are structural: using the value shows whether it fits.
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     return isinstance(value, kind)
 
 
 def _names_a_file(value: object) -> bool:
-    """Whether text is a path that the system has a name for: also one that no encoding has."""
+    """Return True if the text can be a file name on this system."""
     try:
         return isinstance(value, str) and "\0" not in value and bool(os.fsencode(value))
     except UnicodeError:
@@ -551,45 +543,50 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
         several = origin is tuple and len(inner) == 2 and inner[1] is ...
         if not several or not isinstance(value, tuple):
             return isinstance(value, origin)
-        if inner[0] is str:  # texts to be read, which may hold anything
-            return all(isinstance(item, str) for item in value[:_FEW])
-        return all(_fits(item, inner[0]) for item in value[:_FEW])
+        if inner[0] is str:  # content may hold any character
+            return all(isinstance(item, str) for item in value[:_MAX_CHECKED_ITEMS])
+        return all(_fits(item, inner[0]) for item in value[:_MAX_CHECKED_ITEMS])
     if getattr(origin, "__name__", "") == "ndarray":
-        # Lists and tensors are taken for arrays everywhere; what is in them is seen there.
+        # Lists and tensors are converted to arrays later, which checks their items.
         return isinstance(value, list | tuple) or hasattr(value, "__array__")
     if origin is collections.abc.Iterable:
         return hasattr(value, "__iter__") and not isinstance(value, str | bytes)
     if origin is collections.abc.Sequence:
-        # Arrays and tensors are no Sequence by name; those without dimensions are none at all.
+        # Arrays and tensors are not registered as Sequence; zero-dimensional ones are argument_error.
         if isinstance(value, str | bytes | dict | set) or not hasattr(value, "__getitem__"):
             return False
         try:
-            few = [value[place] for place in range(min(len(value), _FEW))]
+            items = [value[place] for place in range(min(len(value), _MAX_CHECKED_ITEMS))]
         except Exception:
             return False
-        if inner[0] is str:  # texts to be read, which may hold anything
-            return all(isinstance(item, str) for item in few)
-        return all(_fits(item, inner[0]) for item in few)
+        if inner[0] is str:  # content may hold any character
+            return all(isinstance(item, str) for item in items)
+        return all(_fits(item, inner[0]) for item in items)
     return _is_instance(value, origin)
 
 
-_SAID = {int: "a whole number", float: "a finite number", str: "some text", bool: "True or False"}
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "some text",
+    bool: "True or False",
+}
 
-_SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts"}
+_PLURALS = {int: "whole numbers", float: "finite numbers", str: "texts"}
 
 
 def _words(hint: Any) -> Iterator[str]:
-    """What fits, as a person says it."""
+    """Yield the accepted types in plain words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for one in inner:
             yield from _words(one)
     elif origin is typing.Literal:
         yield from (repr(word) for word in inner)
-    elif hint in _SAID:
-        yield _SAID[hint]
+    elif hint in _TYPE_NAMES:
+        yield _TYPE_NAMES[hint]
     elif origin is collections.abc.Sequence:
-        yield f"a list of {_SEVERAL.get(inner[0]) or ' or '.join(_words(inner[0]))}"
+        yield f"a list of {_PLURALS.get(inner[0]) or ' or '.join(_words(inner[0]))}"
     elif origin is collections.abc.Callable:
         yield "a function"
     elif origin is os.PathLike:

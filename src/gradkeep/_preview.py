@@ -76,7 +76,7 @@ class Preview:
         for name in ("image", "text", "table", "tokens"):
             value = getattr(self, name)
             if value is not None and not callable(value) and not hasattr(value, "__getitem__"):
-                raise _arguments.refused(
+                raise _arguments.argument_error(
                     name,
                     value,
                     error=CaptureError,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.errors import MissingExtra
+from gradkeep.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,12 +41,12 @@ def import_extra(module: str, *, extra: str, what: str) -> Any:
         what: The feature that needs it.
 
     Raises:
-        MissingExtra: It is not installed.
+        MissingExtraError: It is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(
+        raise MissingExtraError(
             f"{what} needs {module}", found=str(error), fix=install_hint(extra)
         ) from error
 

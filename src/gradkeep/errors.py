@@ -1,39 +1,40 @@
-"""Every error that gradkeep raises on purpose.
+"""Errors and warnings of gradkeep.
 
     GradkeepError
-    |-- AttributionError     scores that cannot be made from what is kept (also a ValueError)
-    |-- BudgetError          a budget that is none, or too small (also a ValueError)
-    |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
-    |-- DataError            example data or a model that is not what was asked for (also a ValueError)
-    |-- DatamodelsError      a study, a spec, masks or outputs that cannot be used (also a ValueError)
-    |-- EvaluationError      a figure that cannot be found honestly with what there is (also a ValueError)
-    |-- FarmError            jobs that cannot be run, or none of which succeeds
-    |-- MissingExtra         an optional dependency is needed for this
-    |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
-    |-- RematError           a recorded step, or a log of one, that cannot be used (also a ValueError)
-    |   `-- StepChanged      a training step that was planned did something else
+    |-- AttributionError          (also a ValueError)
+    |-- BudgetError               (also a ValueError)
+    |-- CaptureError              (also a ValueError)
+    |-- DataError                 (also a ValueError)
+    |-- DatamodelsError           (also a ValueError)
+    |-- EvaluationError           (also a ValueError)
+    |-- FarmError
+    |-- MissingExtraError
+    |-- QueryError                (also a ValueError)
+    |-- RematError                (also a ValueError)
+    |   `-- StepChangedError
     `-- StoreError
-        |-- NotAStore        the path holds something else, or nothing
-        |-- FormatTooNew     written by a later gradkeep
-        |-- SchemaMismatch   what is asked for differs from what is stored
-        |-- InvalidRows      wrong dtype, shape, ids or not-a-number (also a ValueError)
-        |-- MissingRows      rows that were never written, or are gone (also a LookupError)
-        |-- NotSealed        a block that is still being written
-        |-- Conflict         the name is taken by other bytes
-        |-- Damaged          bytes that are not what was written
-        |-- LeaseLost        somebody else holds the row now
-        `-- WriteFailed      the disk said no (also an OSError)
-            `-- ReadOnly     the place does not take writes at all
+        |-- NotAStoreError
+        |-- FormatTooNewError
+        |-- SchemaMismatchError
+        |-- InvalidRowsError      (also a ValueError)
+        |-- MissingRowsError      (also a LookupError)
+        |-- NotSealedError
+        |-- ConflictError
+        |-- DamagedError
+        |-- LeaseLostError
+        `-- WriteFailedError      (also an OSError)
+            `-- ReadOnlyError
 
-    BudgetWarning            a warning: training goes on, but not inside of its budget
-    EvidenceWarning          a warning: an answer that the data hardly supports
+    BudgetWarning
+    EvidenceWarning
 
-A message says where, what was found, what was expected and what to do next.
+Every error has a stable `code` such as `store.damaged` or `capture.shuffled_loader`.
 """
 
 from __future__ import annotations
 
 import os
+import textwrap
 from typing import Any
 
 __all__ = [
@@ -41,179 +42,239 @@ __all__ = [
     "BudgetError",
     "BudgetWarning",
     "CaptureError",
-    "Conflict",
-    "Damaged",
+    "ConflictError",
+    "DamagedError",
     "DataError",
     "DatamodelsError",
     "EvaluationError",
     "EvidenceWarning",
     "FarmError",
-    "FormatTooNew",
+    "FormatTooNewError",
     "GradkeepError",
-    "InvalidRows",
-    "LeaseLost",
-    "MissingExtra",
-    "MissingRows",
-    "NotAStore",
-    "NotSealed",
+    "InvalidRowsError",
+    "LeaseLostError",
+    "MissingExtraError",
+    "MissingRowsError",
+    "NotAStoreError",
+    "NotSealedError",
     "QueryError",
-    "ReadOnly",
+    "ReadOnlyError",
     "RematError",
-    "SchemaMismatch",
-    "StepChanged",
+    "SchemaMismatchError",
+    "StepChangedError",
     "StoreError",
-    "WriteFailed",
+    "WriteFailedError",
 ]
 
 
 class GradkeepError(Exception):
-    """Base of all errors raised on purpose; the parts of the message stay readable as attributes."""
+    """Base class of the errors that gradkeep raises.
+
+    The text reads `<message>: <found>; expected <expected>.`, followed by what to do next.
+
+    Args:
+        message: What went wrong, as the beginning of a sentence.
+        code: Stable identifier of this failure; the class's own `code` by default.
+        path: File, folder or URL that the error is about.
+        found: The value that was found.
+        expected: What would have been accepted.
+        fix: What the user can do, as a sentence.
+
+    Example:
+        >>> print(GradkeepError("batch_size is wrong", found=0, expected="at least 1"))
+        batch_size is wrong: 0; expected at least 1
+    """
+
+    code: str = "error"
+    """Stable identifier: `<area>.<reason>`. Programs and tests compare it, never the text."""
 
     def __init__(
         self,
-        what: str,
+        message: str,
         *,
+        code: str | None = None,
         path: str | os.PathLike[str] | None = None,
         found: object = None,
         expected: object = None,
         fix: str | None = None,
     ) -> None:
-        self.what = what
+        self.message = message
+        self.code = code or type(self).code
         self.path = None if path is None else os.fspath(path)
         self.found = found
         self.expected = expected
         self.fix = fix
-        super().__init__(self._message())
+        super().__init__(self._text())
 
-    def _message(self) -> str:
-        lines = [self.what if self.path is None else f"{self.path}: {self.what}"]
-        if self.found is not None:
-            lines.append(f"  found:    {self.found}")
+    def _text(self) -> str:
+        text = self.message if self.path is None else f"{self.path}: {self.message}"
+        found = None if self.found is None else str(self.found).strip("\n")
+        if found is not None and "\n" in found:
+            text += ":\n" + textwrap.indent(found, "  ")
+        elif found is not None:
+            text += f": {found}"
         if self.expected is not None:
-            lines.append(f"  expected: {self.expected}")
-        if self.fix is not None:
-            lines.append(f"  next:     {self.fix}")
-        return "\n".join(lines)
+            text += f"; expected {self.expected}"
+        return text if self.fix is None else f"{text}\n{self.fix}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are rebuilt from their positional arguments; ours are keywords and must
-        # survive the way back from a worker process.
-        state = (self.what, self.path, self.found, self.expected, self.fix)
-        return (_rebuild, (type(self), *state))
+        # Exceptions are rebuilt from positional arguments; these keywords must survive the way
+        # back from a worker process.
+        names = ("code", "path", "found", "expected", "fix")
+        return (_rebuild, (type(self), self.message, {name: getattr(self, name) for name in names}))
 
 
-def _rebuild(
-    kind: type[GradkeepError],
-    what: str,
-    path: str | None,
-    found: object,
-    expected: object,
-    fix: str | None,
-) -> GradkeepError:
-    return kind(what, path=path, found=found, expected=expected, fix=fix)
+def _rebuild(kind: type[GradkeepError], message: str, details: dict[str, Any]) -> GradkeepError:
+    return kind(message, **details)
 
 
 class DataError(GradkeepError, ValueError):
-    """Example data or a reference model: a file, a name or a size that is not right."""
+    """A data set or reference model has a wrong name, file or size."""
+
+    code = "data.invalid"
 
 
 class DatamodelsError(GradkeepError, ValueError):
-    """Masks, outputs or options that no datamodel can be fitted with or asked about."""
+    """A study, spec, mask, output or option cannot be used for a datamodel."""
+
+    code = "datamodels.invalid"
 
 
 class EvaluationError(GradkeepError, ValueError):
-    """A figure cannot be found honestly with what there is."""
+    """The evaluation cannot be computed from the available data."""
+
+    code = "evaluate.invalid"
 
 
 class FarmError(GradkeepError):
-    """Jobs that cannot be run: no worker starts, or none of them succeeds."""
+    """Jobs cannot run: no worker starts, or none of the jobs succeeds."""
+
+    code = "farm.failed"
 
 
-class MissingExtra(GradkeepError):
+class MissingExtraError(GradkeepError):
     """An optional dependency is not installed."""
+
+    code = "extra.missing"
 
 
 class AttributionError(GradkeepError, ValueError):
-    """Scores that cannot be made from what the store holds."""
+    """Scores cannot be computed from the stored gradients with these options."""
+
+    code = "attribute.invalid"
 
 
 class BudgetError(GradkeepError, ValueError):
-    """A budget that cannot be understood, or that is below the least possible."""
+    """A memory budget cannot be parsed, or is below the smallest possible one."""
+
+    code = "budget.invalid"
 
 
 class BudgetWarning(UserWarning):
-    """Training goes on, but not as its budget promises: over it, or without a plan."""
+    """Training continues, but over its memory budget or without a plan."""
 
 
 class EvidenceWarning(UserWarning):
-    """There is an answer, but the data hardly supports it."""
+    """The data hardly supports the answer."""
 
 
 class CaptureError(GradkeepError, ValueError):
-    """A model, task, loader or choice of layers that cannot be captured."""
+    """A model, task, loader or choice of layers cannot be captured."""
+
+    code = "capture.invalid"
 
 
 class QueryError(GradkeepError, ValueError):
-    """A question that the kept gradients cannot answer."""
+    """The stored gradients cannot answer a query."""
+
+    code = "query.invalid"
 
 
 class RematError(GradkeepError, ValueError):
-    """Something about rematerialization: a budget, a heuristic, a program."""
+    """A training step, its log or a rematerialization option cannot be used."""
+
+    code = "remat.invalid"
 
 
-class StepChanged(RematError):
-    """A training step did something else than the one that was recorded and planned."""
+class StepChangedError(RematError):
+    """A training step ran other operations than the recorded and planned one."""
+
+    code = "remat.step_changed"
 
 
 class StoreError(GradkeepError):
-    """Something about a store, its files or what was asked of it."""
+    """Base class of the errors of a store and its files."""
+
+    code = "store.error"
 
 
-class NotAStore(StoreError):
+class NotAStoreError(StoreError):
     """The path does not hold a store."""
 
+    code = "store.not_a_store"
 
-class FormatTooNew(StoreError):
+
+class FormatTooNewError(StoreError):
     """The store was written by a later version of gradkeep."""
 
-
-class SchemaMismatch(StoreError):
-    """What is asked for differs from what the store holds; `found` is a readable diff."""
+    code = "store.format_too_new"
 
 
-class InvalidRows(StoreError, ValueError):
-    """Rows with a wrong dtype, shape, id or value."""
+class SchemaMismatchError(StoreError):
+    """The request does not match the stored schema; `found` is a readable diff."""
+
+    code = "store.schema_mismatch"
 
 
-class MissingRows(StoreError, LookupError):
-    """Rows that the store does not hold."""
+class InvalidRowsError(StoreError, ValueError):
+    """Rows have a wrong dtype, shape, id or value."""
+
+    code = "store.invalid_rows"
 
 
-class NotSealed(StoreError):
+class MissingRowsError(StoreError, LookupError):
+    """The store does not hold the requested rows."""
+
+    code = "store.missing_rows"
+
+
+class NotSealedError(StoreError):
     """The block is still being written; its rows are not complete."""
 
-
-class Conflict(StoreError):
-    """The name is already taken by other bytes."""
+    code = "store.not_sealed"
 
 
-class Damaged(StoreError):
-    """Bytes on disk are not the bytes that were written; `tensor` names the array if known."""
+class ConflictError(StoreError):
+    """Another writer has stored different bytes under this name."""
+
+    code = "store.conflict"
+
+
+class DamagedError(StoreError):
+    """Bytes on disk differ from the bytes that were written."""
+
+    code = "store.damaged"
 
     @property
     def tensor(self) -> str | None:
-        """The damaged tensor inside a segment, if the damage is inside one."""
+        """Name of the damaged tensor inside a segment, if known."""
         marker = "tensor "
-        return self.what.split(marker, 1)[1].split("'")[1] if marker in self.what else None
+        return self.message.split(marker, 1)[1].split("'")[1] if marker in self.message else None
 
 
-class LeaseLost(StoreError):
-    """The lease ended or was taken over while its owner still worked."""
+class LeaseLostError(StoreError):
+    """The lease expired or was taken over while its owner was still working."""
+
+    code = "store.lease_lost"
 
 
-class WriteFailed(StoreError, OSError):
+class WriteFailedError(StoreError, OSError):
     """The operating system refused a write; nothing was acknowledged."""
 
+    code = "store.write_failed"
 
-class ReadOnly(WriteFailed):
-    """The place does not take writes."""
+
+class ReadOnlyError(WriteFailedError):
+    """The location is not writable."""
+
+    code = "store.read_only"

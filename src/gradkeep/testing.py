@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import gradkeep.store as gs
-from gradkeep.errors import Conflict, MissingExtra
+from gradkeep.errors import ConflictError, MissingExtraError
 
 try:
     import pytest
 except ImportError as error:
-    raise MissingExtra("gradkeep.testing needs pytest", fix="pip install pytest") from error
+    raise MissingExtraError("gradkeep.testing needs pytest", fix="pip install pytest") from error
 
 __all__ = ["StoreTests"]
 
@@ -29,7 +29,7 @@ def _put(backend: gs.Backend, key: str, *parts: bytes | memoryview) -> bool | No
     """Put a value without waiting for a disk; None if other bytes are there."""
     try:
         return backend.put_if_absent(key, parts, durability="process")
-    except Conflict:
+    except ConflictError:
         return None
 
 

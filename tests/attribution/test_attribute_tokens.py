@@ -12,7 +12,7 @@ from gradkeep.data import GPT
 from gradkeep.errors import AttributionError, CaptureError, QueryError
 
 VOCABULARY, LENGTH = 11, 7
-TASK = gk.LanguageModelling()
+TASK = gk.LanguageModeling()
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_what_has_no_tokens_is_refused(store):
         gk.attribute_tokens(store, model=model)
     again = {"model": model, "loader": loader, "task": TASK, "method": "dot", "train_ids": [1]}
     with pytest.raises(CaptureError, match="another task"):
-        gk.attribute_tokens(store, **again | {"task": gk.LanguageModelling(reduction="mean")})
+        gk.attribute_tokens(store, **again | {"task": gk.LanguageModeling(reduction="mean")})
     with pytest.raises(CaptureError, match="does not have the weights"):
         gk.attribute_tokens(store, **again | {"model": make_model("untied")})
     with pytest.raises(CaptureError, match="is not what it was"):

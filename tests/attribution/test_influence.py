@@ -198,7 +198,7 @@ def test_the_model_is_left_in_its_mode(make_world):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"curvature": "newton"}, "curvature cannot be 'newton'"),
+        ({"curvature": "newton"}, "curvature must be"),
         ({}, "pass model="),
         ({"curvature": "hessian", "model": nn.Linear(2, 2)}, "no data"),
         ({"curvature": "fisher", "damping": 0.0}, "damping must be above zero"),

@@ -512,7 +512,7 @@ def test_damping_can_be_chosen_by_subset_outcomes(opened, method):
     target = gk.attribute(store, method=method, damping=3.0).numpy()
     found = gk.attribute(store, method=method, damping="auto", subsets=(masks, masks @ target.T))
     assert np.array_equal(found.numpy(), target)
-    with pytest.raises(AttributionError, match="damping cannot be 'strong'"):
+    with pytest.raises(AttributionError, match="damping must be"):
         gk.attribute(store, method=method, damping="strong")
 
 
@@ -530,7 +530,7 @@ def test_gradients_that_are_all_zero_or_no_numbers(opened, monkeypatch):
 
 def test_a_fisher_matrix_must_be_one_of_two(opened):
     store, *_ = opened("mlp")
-    with pytest.raises(AttributionError, match="fisher cannot be 'true'"):
+    with pytest.raises(AttributionError, match="fisher must be"):
         gk.attribute(store, method="kfac", fisher="true")
 
 

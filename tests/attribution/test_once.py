@@ -29,7 +29,7 @@ def captured(store, model, train, queries, keep):
             store,
             model,
             batches,
-            task=gk.LanguageModelling(),
+            task=gk.LanguageModeling(),
             split=split,
             keep=keep,
             progress=False,
@@ -43,7 +43,7 @@ def near(found, wanted, bound):
 
 def test_products_are_those_of_autograd(language):
     model, train, queries = language
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     found = gk.attribute_once(model, train, queries, task=task, method="dot")
     gradients = []
     for batch in (*train, *queries):
@@ -61,7 +61,7 @@ def test_products_are_those_of_autograd(language):
 def test_it_says_what_a_capture_says(language, tmp_path):
     model, train, queries = language
     captured(tmp_path, model, train, queries, "factors")
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     found = gk.attribute_once(model, train, queries, task=task, damping=0.3)
     # Layers that share a prefix keep positions that only one of them uses: other moments, a little.
     near(found, gk.attribute(tmp_path, method="kfac", damping=0.3), 0.03)
@@ -144,7 +144,7 @@ def written_files():
 
 def test_what_cannot_be_done_is_refused(language):
     model, train, queries = language
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     with pytest.raises(BudgetError, match="fewer queries"):
         gk.attribute_once(model, train, queries, task=task, memory_budget="1kB")
     with pytest.raises(AttributionError, match="method"):

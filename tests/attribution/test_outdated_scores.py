@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep import evaluate
-from gradkeep.errors import AttributionError, Damaged, EvaluationError
+from gradkeep.errors import AttributionError, DamagedError, EvaluationError
 from gradkeep.evaluate._truth import GroundTruth
 
 
@@ -117,5 +117,5 @@ def test_the_page_shows_no_outdated_scores_and_decisions_unless_asked(world):
 def test_unreadable_captures_are_damage(world):
     store, *_ = world
     for text in ("[", "[1]", '{"a": 1}', "[" * 100_000):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedError):
             store.changed_captures({"captures": text})

@@ -10,7 +10,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.attribution import _accumulator
 from gradkeep.attribution._accumulator import ScoreAccumulator
-from gradkeep.errors import AttributionError, SchemaMismatch, StoreError
+from gradkeep.errors import AttributionError, SchemaMismatchError, StoreError
 from gradkeep.store import ScoresKey
 
 
@@ -71,7 +71,7 @@ def test_single_queries_of_saved_scores_are_read_alone(store):
 def test_saving_again_is_free_and_other_scores_are_refused(store):
     made = gk.attribute(store, save="kept")
     made.save("kept")
-    with pytest.raises(SchemaMismatch, match="digest"):
+    with pytest.raises(SchemaMismatchError, match="digest"):
         gk.attribute(store, damping=3.0, save="kept")
     with pytest.raises(AttributionError, match="other scores are saved as 'kept'"):
         gk.attribute(store, method="trak", save="kept")

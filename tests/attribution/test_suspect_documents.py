@@ -44,7 +44,7 @@ def world(tmp_path_factory):
         "labels": labels,
     }
     store = gk.open(tmp_path_factory.mktemp("store"))
-    common = {"task": gk.LanguageModelling(), "split": "train", "progress": False}
+    common = {"task": gk.LanguageModeling(), "split": "train", "progress": False}
     gk.capture(store, model, [batch], **common)
     gk.capture(store, model, [batch], keep="losses", name="losses", **common)
     gk.capture(store, model, [batch], keep=256, name="small", **common)

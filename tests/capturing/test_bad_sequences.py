@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 import gradkeep as gk
 from gradkeep.errors import CaptureError, GradkeepError
 
-OPTIONS = {"task": gk.LanguageModelling(), "split": "train", "progress": False}
+OPTIONS = {"task": gk.LanguageModeling(), "split": "train", "progress": False}
 KEY = gk.store.CaptureKey("final", "train")
 
 
@@ -82,7 +82,7 @@ def test_the_row_is_named_and_earlier_captures_stay(store, case, row):
     loader = DataLoader(spoil(rows(), row), 4)
     with pytest.raises(CaptureError, match=match) as caught:
         gk.capture(store, Speaker(), loader, **OPTIONS)
-    assert f"sample {row} " in caught.value.what
+    assert f"sample {row} " in caught.value.message
     assert fix in caught.value.fix
     after = store.read(gk.store.CaptureKey("final", "train", "main", "good")).column("loss")
     assert before.tolist() == after.tolist()

@@ -71,7 +71,7 @@ def world(kind, rows=24):
     batches = [
         {"input_ids": t, "labels": y} for t, y in zip(tokens.split(8), labels.split(8), strict=True)
     ]
-    return model, batches, gk.LanguageModelling()
+    return model, batches, gk.LanguageModeling()
 
 
 KINDS = ("grouped", "tied", "untied", "recurrent", "convolutions", "transposed", "positions")
@@ -358,7 +358,7 @@ def test_what_does_not_belong_together_is_refused(store):
         model.wte.weight.add_(0.1)
     with pytest.raises(CaptureError, match="other weights"):
         gk.capture(store, model, batches, task=task, split="t", keep="queries", progress=False)
-    other = gk.LanguageModelling(reduction="mean")
+    other = gk.LanguageModeling(reduction="mean")
     model, batches, _ = world("tied")
     with pytest.raises(CaptureError, match="another task"):
         gk.capture(store, model, batches, task=other, split="t", keep="queries", progress=False)
@@ -421,7 +421,7 @@ def test_a_budget_in_bytes_counts_what_coordinates_hold(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = GPT(vocabulary=50, length=32, dim=32, heads=2, layers=2, tied=True).eval()
     batches = [torch.randint(50, (32, 32)) for _ in range(2)]
-    options = {"task": gk.LanguageModelling(), "keep": "1KiB", "progress": False}
+    options = {"task": gk.LanguageModeling(), "keep": "1KiB", "progress": False}
     ran = []
     make = CoordinateMaker.make
 

@@ -61,7 +61,7 @@ UNCLEAR = {
 @pytest.mark.parametrize("keep", [None, "losses"])
 def test_padding_free_batches_are_one_row_per_document(store, kind, keep):
     batch = {"input_ids": TOKENS, "labels": TOKENS, **PACKED[kind]}
-    assert capture(store, Speaker(), [batch], task=gk.LanguageModelling(), keep=keep).rows == 3
+    assert capture(store, Speaker(), [batch], task=gk.LanguageModeling(), keep=keep).rows == 3
 
 
 @pytest.mark.parametrize("kind", UNCLEAR)
@@ -69,7 +69,7 @@ def test_padding_free_batches_are_one_row_per_document(store, kind, keep):
 def test_packs_that_do_not_say_where_documents_begin_are_refused(store, kind, keep):
     batch = {"input_ids": TOKENS, "labels": TOKENS, **UNCLEAR[kind]}
     with pytest.raises(CaptureError, match="several documents in one row") as caught:
-        capture(store, Speaker(), [batch], task=gk.LanguageModelling(), keep=keep)
+        capture(store, Speaker(), [batch], task=gk.LanguageModeling(), keep=keep)
     assert "pad" in caught.value.fix
     assert store.captures() == []
 
@@ -77,7 +77,7 @@ def test_packs_that_do_not_say_where_documents_begin_are_refused(store, kind, ke
 def test_padding_free_batches_may_come_late(store):
     plain = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(12)[None]}
     late = plain | {"position_ids": RESTARTS}
-    assert capture(store, Speaker(), [plain, late], task=gk.LanguageModelling()).rows == 4
+    assert capture(store, Speaker(), [plain, late], task=gk.LanguageModeling()).rows == 4
 
 
 UNPACKED = {
@@ -102,11 +102,11 @@ UNPACKED = {
 @pytest.mark.parametrize("kind", UNPACKED)
 def test_padded_batches_are_not_mistaken_for_packed_ones(store, kind):
     batch = {"input_ids": TOKENS, "labels": TOKENS, **UNPACKED[kind]}
-    assert capture(store, Speaker(), [batch], task=gk.LanguageModelling()).rows == 1
+    assert capture(store, Speaker(), [batch], task=gk.LanguageModeling()).rows == 1
 
 
 def test_a_task_may_take_a_pack_for_one_sample(store):
-    class Packs(gk.LanguageModelling):
+    class Packs(gk.LanguageModeling):
         packed = True
 
     batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": RESTARTS}
@@ -128,8 +128,8 @@ def test_narrow_labels_are_labels(store, model, kind):
 def test_narrow_tokens_are_tokens(store):
     batch = {"input_ids": TOKENS.int(), "labels": TOKENS.int()}
     net = Speaker()
-    capture(store, net, [batch], task=gk.LanguageModelling(), name="narrow")
-    capture(store, net, [(TOKENS.int(), TOKENS.int())], task=gk.LanguageModelling(), name="pair")
+    capture(store, net, [batch], task=gk.LanguageModeling(), name="narrow")
+    capture(store, net, [(TOKENS.int(), TOKENS.int())], task=gk.LanguageModeling(), name="pair")
     assert len(store.captures()) == 2
 
 
@@ -234,7 +234,7 @@ def test_bad_arguments_are_refused_at_the_edge(store, model, argument):
     for value in BAD[argument]:
         with pytest.raises(GradkeepError) as caught:
             capture(store, model, [batch], **{argument: value})
-        assert caught.value.what
+        assert caught.value.message
         assert store.captures() == [], (argument, value)
         assert store.checkpoints() == [], (argument, value)
 

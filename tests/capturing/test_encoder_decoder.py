@@ -62,7 +62,7 @@ def loss_of(net, one):
 def test_gradients_are_those_of_what_the_decoder_writes(store):
     net, given = model(), batch()
     batches = [{name: value[at : at + 8] for name, value in given.items()} for at in (0, 8)]
-    gk.capture(store, net, batches, task=gk.LanguageModelling(), split="train", progress=False)
+    gk.capture(store, net, batches, task=gk.LanguageModeling(), split="train", progress=False)
     found = gk.gradients(store, split="train").restore(range(16))
     for row in range(16):
         net.zero_grad()
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_what_the_decoder_writes(store):
 @pytest.mark.parametrize("keep", ["exact", "600B"])
 def test_it_can_be_asked(store, keep):
     net, given = model(), batch()
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     gk.capture(store, net, [given], task=task, split="train", keep=keep, progress=False)
     asked = "queries" if keep == "600B" else keep
     gk.capture(store, net, [given], task=task, split="test", keep=asked, progress=False)
@@ -87,7 +87,7 @@ def test_it_can_be_asked(store, keep):
 
 def test_inputs_of_the_decoder_may_be_given(store):
     net, given = model(), batch()
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     before = net.prepare_decoder_input_ids_from_labels(given["labels"])
     told = task.losses(net, {**given, "decoder_input_ids": before})
     torch.testing.assert_close(told, task.losses(net, given))
@@ -98,13 +98,13 @@ def test_without_labels_there_is_nothing_to_write(store, left):
     given = {name: value for name, value in batch().items() if name not in left}
     with pytest.raises(CaptureError, match="what its decoder writes"):
         gk.capture(
-            store, model(), [given], task=gk.LanguageModelling(), split="train", progress=False
+            store, model(), [given], task=gk.LanguageModeling(), split="train", progress=False
         )
 
 
 def test_tokens_of_the_decoder_carry_what_can_be_told_apart(store):
     net, given = model(), batch()
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     for split in ("train", "test"):
         gk.capture(store, net, [given], task=task, split=split, keep="factors", progress=False)
     found = gk.attribute_tokens(store, method="dot", ids=[0, 1], train_ids=[2, 3])

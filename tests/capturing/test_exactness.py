@@ -151,10 +151,10 @@ def sequences(rows):
 
 MODELS = {
     "convolutions": (Convolutions, images, gk.Classification()),
-    "tokens": (Tokens, tokens, gk.LanguageModelling()),
-    "tokens, mean loss": (Tokens, tokens, gk.LanguageModelling(reduction="mean")),
-    "tokens, tied": (lambda: Tokens(tied=True), tokens, gk.LanguageModelling()),
-    "tokens, samples second": (lambda: Tokens(first=False), tokens, gk.LanguageModelling()),
+    "tokens": (Tokens, tokens, gk.LanguageModeling()),
+    "tokens, mean loss": (Tokens, tokens, gk.LanguageModeling(reduction="mean")),
+    "tokens, tied": (lambda: Tokens(tied=True), tokens, gk.LanguageModeling()),
+    "tokens, samples second": (lambda: Tokens(first=False), tokens, gk.LanguageModeling()),
     "recurrent": (Recurrent, sequences, gk.Classification()),
     "odd": (Odd, sequences, gk.Classification()),
 }
@@ -350,7 +350,7 @@ def test_narrow_encodings_err_within_their_bound(encoding, bound, tmp_path):
 def test_a_cut_rank_errs_no_more_than_its_tolerance(tmp_path):
     torch.manual_seed(6)
     model, batch = Tokens().eval(), tokens(10)
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     truth = oracle(model, batch, task, "loss")
     for tolerance in (0.3, 1e-2, 1e-5):
         store = gk.open(tmp_path / str(tolerance))

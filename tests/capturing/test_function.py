@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep.capturing._audit import fingerprint_function
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.errors import SchemaMismatch
+from gradkeep.errors import SchemaMismatchError
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
@@ -75,7 +75,7 @@ def both_captured(store, one, other):
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_splits_of_two_functions_are_not_joined(store, pair):
     one, other = (make() for make in pair)
-    with pytest.raises(SchemaMismatch, match="another function") as caught:
+    with pytest.raises(SchemaMismatchError, match="another function") as caught:
         both_captured(store, one, other)
     assert "checkpoints=" in caught.value.fix
     assert [key.split for key in store.captures()] == ["train"]

@@ -97,7 +97,7 @@ def compressed(folder):
         folder,
         model,
         list(tokens.split(6)),
-        task=gk.LanguageModelling(),
+        task=gk.LanguageModeling(),
         split="train",
         keep=gk.Keep("1KiB", rows=24),
         progress=False,

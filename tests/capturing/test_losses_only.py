@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from gradkeep.errors import CaptureError, GradkeepError, SchemaMismatch
+from gradkeep.errors import CaptureError, GradkeepError, SchemaMismatchError
 
 KEY = gk.store.CaptureKey("final", "train")
 ROWS = 400
@@ -72,7 +72,7 @@ def test_it_is_resumed_compared_and_made_again_like_any_capture(store, model, da
 
 def test_gradients_are_not_mixed_with_losses(store, model, data):
     capture(store, model, data)
-    with pytest.raises(SchemaMismatch):
+    with pytest.raises(SchemaMismatchError):
         gk.capture(store, model, DataLoader(data, 64), task=gk.Classification(), split="train")
     with pytest.raises(GradkeepError, match="holds no gradients"):
         gk.gradients(store, split="train")

@@ -76,7 +76,7 @@ def labelled(*shape):
 
 
 CASES = {
-    "language": (Speaker, gk.LanguageModelling(), speaker_batches),
+    "language": (Speaker, gk.LanguageModeling(), speaker_batches),
     "pictures": (Pictures, gk.Classification(), lambda: labelled(3, 6, 6)),
     "steps": (Steps, gk.Classification(), lambda: labelled(5, 5)),
 }
@@ -137,7 +137,7 @@ def test_a_finished_capture_of_16_bit_weights_is_known_again_and_checkpoints_are
     model = Speaker().bfloat16()
     first, second = (Speaker().bfloat16().state_dict() for _ in range(2))
     second = {name: value * 2 for name, value in second.items()}
-    options = {"task": gk.LanguageModelling(), **OPTIONS}
+    options = {"task": gk.LanguageModeling(), **OPTIONS}
     given = {"one": first, "two": second}
     gk.capture(store, model, speaker_batches(), checkpoints=given, **options)
     again = gk.capture(store, model, speaker_batches(), checkpoints=given, **options)
@@ -146,8 +146,8 @@ def test_a_finished_capture_of_16_bit_weights_is_known_again_and_checkpoints_are
 
 def test_a_plan_and_a_list_of_layers_take_16_bit_models():
     model, batch = Speaker().bfloat16(), speaker_batches()[0]
-    assert len(gk.plan(model, batch, task=gk.LanguageModelling(), rows=10).layers) > 5
-    assert len(gk.layers(model, batch, task=gk.LanguageModelling())) > 5
+    assert len(gk.plan(model, batch, task=gk.LanguageModeling(), rows=10).layers) > 5
+    assert len(gk.layers(model, batch, task=gk.LanguageModeling())) > 5
 
 
 def test_an_error_inside_leaves_the_model_as_it_was():
@@ -171,7 +171,7 @@ def test_a_budget_by_fraction_needs_weights_as_they_are_computed_with(store):
             store,
             Speaker().bfloat16(),
             speaker_batches(),
-            task=gk.LanguageModelling(),
+            task=gk.LanguageModeling(),
             memory_budget=0.5,
             **OPTIONS,
         )

@@ -359,12 +359,12 @@ def test_float_ids_are_refused(store, model):
     batches = [tuple(part[i : i + 8] for part in dataset().tensors) for i in range(0, ROWS, 8)]
     halves = np.arange(ROWS) + 0.5
     for ids in (halves, halves.tolist(), torch.from_numpy(halves), np.arange(ROWS) * 1.0):
-        with pytest.raises(CaptureError, match="ids cannot be"):
+        with pytest.raises(CaptureError, match="ids must be"):
             capture(store, model, batches, ids=ids)
     with_ids = [(x, y, y + 0.5) for x, y in batches]
-    with pytest.raises(CaptureError, match="ids cannot be"):
+    with pytest.raises(CaptureError, match="ids must be"):
         capture(store, model, with_ids, ids=2)
-    with pytest.raises(CaptureError, match="ids cannot be"):
+    with pytest.raises(CaptureError, match="ids must be"):
         capture(store, model, batches, ids=lambda batch: batch[0][:, 0])
     for bad in ([-1, *range(ROWS - 1)], [True] * ROWS, ["a"] * ROWS, [2**70] * ROWS, 1.5):
         with pytest.raises(CaptureError, match="ids"):
@@ -374,7 +374,7 @@ def test_float_ids_are_refused(store, model):
 
 def test_float_ids_of_a_recording_are_refused(store, model):
     with (
-        pytest.raises(CaptureError, match="ids cannot be"),
+        pytest.raises(CaptureError, match="ids must be"),
         gk.recording(store, model, checkpoints="e") as rec,
         rec.batch([0.5, 1.5]),
     ):

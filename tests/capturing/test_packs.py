@@ -12,7 +12,7 @@ from gradkeep.capturing._sequences import Unpacking, documents_of
 from gradkeep.errors import CaptureError
 
 LENGTHS = (5, 3, 4, 6, 2, 4)
-OPTIONS = {"task": gk.LanguageModelling(), "split": "train", "progress": False}
+OPTIONS = {"task": gk.LanguageModeling(), "split": "train", "progress": False}
 
 
 def documents(seed=0, lengths=LENGTHS):
@@ -268,6 +268,6 @@ def test_positions_numbers_and_ends_tell_the_same_documents(rows, start):
 
 def test_a_plan_counts_documents():
     planned = gk.plan(
-        Reader(), pack(documents(), "position_ids"), task=gk.LanguageModelling(), rows=60
+        Reader(), pack(documents(), "position_ids"), task=gk.LanguageModeling(), rows=60
     )
     assert all(layer.layer.positions < 7 for layer in planned.layers)

@@ -99,7 +99,7 @@ def world(kind, rows=64):
             gk.Classification(),
         )
     tokens = torch.randint(WORDS, (rows, LENGTH))
-    return model, tokens, list(tokens.split(8)), gk.LanguageModelling()
+    return model, tokens, list(tokens.split(8)), gk.LanguageModeling()
 
 
 def on_meta(kind):
@@ -167,7 +167,7 @@ def test_a_model_without_numbers_stays_without():
     with torch.device("meta"):
         model = GPT(vocabulary=50257, length=1024, dim=768, heads=12, layers=12)
     batch = {"input_ids": torch.empty(2, 512, dtype=torch.int64, device="meta")}
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     found = gk.plan(model, batch, task=task, rows=100_000, queries=100, disk_budget="100GB")
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not found.fits

@@ -144,7 +144,7 @@ def test_a_resume_with_another_attribute_of_an_own_task_is_refused(store, model,
     assert 0 < kept < ROWS
     with pytest.raises(CaptureError, match="the model or the task is not what it was") as caught:
         go_on(store, model, data, Scaled(1.01))
-    assert "sample 0 was made again" in caught.value.what
+    assert "sample 0 was made again" in caught.value.message
     assert "loss" in caught.value.found
     assert len(store.read(KEY, live=True)) == kept
     assert go_on(store, model, data, Scaled()).reused_rows >= 8

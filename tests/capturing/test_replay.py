@@ -13,9 +13,9 @@ import gradkeep as gk
 from gradkeep.errors import (
     BudgetError,
     CaptureError,
-    MissingRows,
+    MissingRowsError,
     QueryError,
-    SchemaMismatch,
+    SchemaMismatchError,
 )
 
 KEY = gk.store.CaptureKey("final", "train")
@@ -140,7 +140,7 @@ def test_changed_weights_are_refused(store, model, data):
     capture(store, model, data)
     with torch.no_grad():
         model[0].weight += 1
-    with pytest.raises(SchemaMismatch, match="weights"):
+    with pytest.raises(SchemaMismatchError, match="weights"):
         capture(store, model, data)
 
 
@@ -149,7 +149,7 @@ def test_changed_data_is_refused(store, model, data):
     x, y = data.tensors
     with pytest.raises(CaptureError, match="sample 0 is not what it was"):
         capture(store, model, TensorDataset(x.flip(0), y.flip(0)))
-    with pytest.raises((SchemaMismatch, CaptureError)):
+    with pytest.raises((SchemaMismatchError, CaptureError)):
         capture(store, model, TensorDataset(x[:10], y[:10]))
 
 
@@ -159,7 +159,7 @@ def test_another_task_is_refused(store, model, data):
             return model(batch[0]).square().sum(1)
 
     capture(store, model, data)
-    with pytest.raises(SchemaMismatch):
+    with pytest.raises(SchemaMismatchError):
         capture(store, model, data, task=Squared())
 
 
@@ -168,7 +168,7 @@ def test_a_loader_that_gives_fewer_rows_is_not_called_finished(store, model, dat
         def __iter__(self):
             yield from list(super().__iter__())[:-1]
 
-    with pytest.raises(MissingRows):
+    with pytest.raises(MissingRowsError):
         capture(store, model, Short(data, batch_size=6))
     with pytest.raises(QueryError, match="not finished"):
         gk.gradients(store, split="train")

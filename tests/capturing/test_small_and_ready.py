@@ -43,7 +43,7 @@ def bits(store, model, loader, name, **options):
         store,
         model,
         loader,
-        task=gk.LanguageModelling(),
+        task=gk.LanguageModeling(),
         split="train",
         keep=KEEP,
         checkpoints=name,

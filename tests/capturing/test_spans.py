@@ -23,7 +23,7 @@ def tokens(rows, seed=0):
 
 
 def asked(store, model, batch, span, **options):
-    task = gk.LanguageModelling(span=span)
+    task = gk.LanguageModeling(span=span)
     split = "whole" if span is None else f"span{span[0]}.{span[1]}"
     return gk.capture(
         store, model, [batch], task=task, split=split, progress=False, **options
@@ -38,8 +38,8 @@ def test_losses_of_spans_add_up_to_that_of_the_sequence(reduction):
     model, batch = make_model(), {"input_ids": tokens(4)}
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][1, 4] = -100
-    whole = gk.LanguageModelling(reduction=reduction).losses(model, batch)
-    task = [gk.LanguageModelling(reduction=reduction, span=span) for span in SPANS]
+    whole = gk.LanguageModeling(reduction=reduction).losses(model, batch)
+    task = [gk.LanguageModeling(reduction=reduction, span=span) for span in SPANS]
     parts = [one.measure(model, batch) for one in task]
     torch.testing.assert_close(sum(part.losses for part in parts), whole)
     told = torch.stack([(~part.tokens.isnan()).sum(1) for part in parts]).sum(0)
@@ -48,19 +48,19 @@ def test_losses_of_spans_add_up_to_that_of_the_sequence(reduction):
 
 def test_a_span_is_of_the_labels_as_they_are_given():
     model, ids = make_model(), tokens(2)
-    each = gk.LanguageModelling().measure(model, {"input_ids": ids}).tokens
-    one = gk.LanguageModelling(span=(4, 5)).losses(model, {"input_ids": ids})
+    each = gk.LanguageModeling().measure(model, {"input_ids": ids}).tokens
+    one = gk.LanguageModeling(span=(4, 5)).losses(model, {"input_ids": ids})
     torch.testing.assert_close(one, each[:, 3])  # that of token 4, from the place before it
-    shifted = gk.LanguageModelling(span=(3, 4)).losses(model, (ids[:, :-1], ids[:, 1:]))
+    shifted = gk.LanguageModeling(span=(3, 4)).losses(model, (ids[:, :-1], ids[:, 1:]))
     torch.testing.assert_close(shifted, each[:, 3])
 
 
 def test_every_row_may_have_its_own_span():
     model, ids = make_model(), tokens(3)
     ends = torch.tensor([[1, 3], [-2, LENGTH], [0, 100]])
-    found = gk.LanguageModelling(span="asked").losses(model, {"input_ids": ids, "asked": ends})
+    found = gk.LanguageModeling(span="asked").losses(model, {"input_ids": ids, "asked": ends})
     for row, (start, stop) in enumerate([(1, 3), (-2, None), (None, None)]):
-        one = gk.LanguageModelling(span=(start, stop)).losses(
+        one = gk.LanguageModeling(span=(start, stop)).losses(
             model, {"input_ids": ids[row : row + 1]}
         )
         torch.testing.assert_close(found[row : row + 1], one)
@@ -71,7 +71,7 @@ def test_scores_of_spans_add_up_to_those_of_the_query(store, keep):
     model = make_model()
     train, test = [{"input_ids": tokens(16)}], {"input_ids": tokens(3, seed=1)}
     gk.capture(
-        store, model, train, task=gk.LanguageModelling(), split="train", keep=keep, progress=False
+        store, model, train, task=gk.LanguageModeling(), split="train", keep=keep, progress=False
     )
     small = isinstance(keep, gk.Keep)
     way = "queries" if small else "factors"
@@ -90,17 +90,17 @@ def test_scores_of_spans_add_up_to_those_of_the_query(store, keep):
 def test_only_the_span_may_differ_from_the_task_of_the_basis(store):
     model, batch = make_model(), [{"input_ids": tokens(16)}]
     keep = gk.Keep(600, rows=16)
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     gk.capture(store, model, batch, task=task, split="train", keep=keep, progress=False)
-    other = gk.LanguageModelling(span=(0, 4), reduction="mean")
+    other = gk.LanguageModeling(span=(0, 4), reduction="mean")
     with pytest.raises(CaptureError, match="another task"):
         gk.capture(store, model, batch, task=other, split="a", keep="queries", progress=False)
 
 
 def test_a_task_without_a_span_is_described_as_before():
-    told = "gradkeep.LanguageModelling(ignore_index=-100, reduction='sum', shift=True)"
-    assert gk.LanguageModelling().describe() == told
-    spanned = gk.LanguageModelling(span=(1, None))
+    told = "gradkeep.LanguageModeling(ignore_index=-100, reduction='sum', shift=True)"
+    assert gk.LanguageModeling().describe() == told
+    spanned = gk.LanguageModeling(span=(1, None))
     assert spanned.describe() != told
     assert spanned.trained_as() == told
     assert gk.Classification().trained_as() == gk.Classification().describe()
@@ -109,18 +109,18 @@ def test_a_task_without_a_span_is_described_as_before():
 @pytest.mark.parametrize("span", [3, (1,), (1, 2, 3), ("a", 2), (1.5, 2), (True, 4)])
 def test_what_is_no_span_is_refused(span):
     with pytest.raises(CaptureError, match="a span is"):
-        gk.LanguageModelling(span=span)
+        gk.LanguageModeling(span=span)
 
 
 def test_a_span_without_tokens_is_refused():
     model, batch = make_model(), {"input_ids": tokens(2)}
     for span in ((0, 1), (5, 3), (100, None)):  # nothing predicts the first token
         with pytest.raises(CaptureError, match="no token in its span"):
-            gk.LanguageModelling(span=span).losses(model, batch)
+            gk.LanguageModeling(span=span).losses(model, batch)
     with pytest.raises(CaptureError, match="no spans of rows"):
-        gk.LanguageModelling(span="asked").losses(model, batch)
+        gk.LanguageModeling(span="asked").losses(model, batch)
     with pytest.raises(CaptureError, match="no spans of rows"):
-        gk.LanguageModelling(span="asked").losses(model, {**batch, "asked": torch.ones(2, 3)})
+        gk.LanguageModeling(span="asked").losses(model, {**batch, "asked": torch.ones(2, 3)})
 
 
 def greedy(model, prompt, new):
@@ -138,9 +138,9 @@ def test_a_models_own_completion_is_attributed(store):
     with torch.no_grad():
         logs = model(ids).log_softmax(2)
     wanted = [-sum(float(logs[row, t - 1, ids[row, t]]) for t in range(3, 7)) for row in range(2)]
-    found = gk.LanguageModelling().losses(model, batch)
+    found = gk.LanguageModeling().losses(model, batch)
     torch.testing.assert_close(found, torch.tensor(wanted))
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     train = [{"input_ids": tokens(6, seed=2)}]
     gk.capture(store, model, train, task=task, split="train", progress=False)
     gk.capture(store, model, [batch], task=task, split="written", progress=False)
@@ -193,4 +193,4 @@ def test_what_hugging_face_generates_is_taken():
     )
     batch = gk.completions(prompt, written, pad=0)
     assert torch.equal(batch["input_ids"][:, :3], prompt)
-    assert gk.LanguageModelling().losses(model, batch).isfinite().all()
+    assert gk.LanguageModeling().losses(model, batch).isfinite().all()

@@ -70,7 +70,7 @@ def test_a_folder_of_a_tied_model_is_captured_as_its_weights_are(tmp_path, store
     state = {k: v.clone() for k, v in source.state_dict().items() if k != "head.weight"}
     save_file(state, tmp_path / "model.safetensors")
     tokens = torch.arange(24).remainder(11).view(6, 4)
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     options = {"task": task, "split": "train", "progress": False}
     gk.capture(store, Tied(2), [(tokens, tokens)], checkpoints={"folder": tmp_path}, **options)
     gk.capture(store, source, [(tokens, tokens)], checkpoints="here", **options)

@@ -68,7 +68,7 @@ WORLDS = {
     ),
     "text": (
         lambda: GPT(vocabulary=11, length=7, dim=8, heads=2, layers=1, tied=False).eval(),
-        gk.LanguageModelling(),
+        gk.LanguageModeling(),
         words,
     ),
 }

@@ -106,7 +106,7 @@ def test_options_saved_scores_and_suspects(config, call):
     ]
     assert ranked.ids.tolist() == np.argsort(-np.mean(losses, 0), kind="stable").tolist()
     assert "the model says" in call("suspects", store, "--by", "self")
-    assert "by cannot be 'looks'" in call("suspects", store, "--by", "looks", code=2)
+    assert "by must be" in call("suspects", store, "--by", "looks", code=2)
 
 
 def test_methods_are_listed_with_what_they_need(call):

@@ -218,14 +218,14 @@ def test_a_place_that_is_no_store_is_named_and_left_alone(inline, folder, tmp_pa
         run = inline(command[0], place, *command[1:])
         assert (run.returncode, run.stdout) == (2, ""), place
         assert run.stderr.startswith(f"gradkeep: {place}: ")
-        assert "next:" in run.stderr
+        assert run.stderr.count("\n") >= 2  # the problem and what to do
         assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_error_is_json_too_if_asked_for(inline):
     fields = answer(inline("info", "missing", "--json"), code=2)
-    assert set(fields["error"]) == {"type", "message", "path", "found", "expected", "fix"}
-    assert fields["error"]["type"] == "NotAStore"
+    assert set(fields["error"]) == {"type", "code", "message", "path", "found", "expected", "fix"}
+    assert fields["error"]["type"] == "NotAStoreError"
 
 
 @pytest.mark.parametrize("command", [["info"], ["verify"], ["verify", "--repair"], ["gc"]])

@@ -122,7 +122,7 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
     (place / "spec.json").write_text(json.dumps(other))
     run = inline("datamodels", "init", "store", "--spec", "spec.json", "--json")
     told = answer(run, 2)["error"]
-    assert told["type"] == "SchemaMismatch"
+    assert told["type"] == "SchemaMismatchError"
     for line in (
         "array margins: dtype: stored 'float32', asked for 'float16'",
         "num_models: stored 60, asked for 50",

@@ -240,7 +240,7 @@ def test_a_bad_spec_is_refused_by_the_name_of_its_field(tmp_path, spec, field):
     file.write_text(spec if isinstance(spec, str) else json.dumps(spec))
     with pytest.raises(DatamodelsError) as refused:
         Spec.read(file)
-    assert field in refused.value.what
+    assert field in refused.value.message
 
 
 @pytest.mark.parametrize("flags", [[], ["--worker.index=x"], ["-C", "no-such-file.yaml"]])
@@ -275,7 +275,7 @@ def test_a_kill_while_a_row_is_redone_leaves_it_not_done(place):
 def test_a_full_disk_is_told_and_the_row_is_not_done(place, monkeypatch):
     import errno
 
-    from gradkeep.errors import WriteFailed
+    from gradkeep.errors import WriteFailedError
 
     folder = begin(place)
 
@@ -283,7 +283,7 @@ def test_a_full_disk_is_told_and_the_row_is_not_done(place, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(WriteFailed, match="not marked as done"):
+    with pytest.raises(WriteFailedError, match="not marked as done"):
         folder.write(0, {"masks": np.ones(8, bool), "margins": np.zeros(3)})
     assert not folder.completed().any()
 

@@ -8,7 +8,7 @@ import gradkeep as gk
 from gradkeep.compat import datamodels
 from gradkeep.datamodels.study._contract import initialize
 from gradkeep.datamodels.study._spec import Spec
-from gradkeep.errors import DatamodelsError, EvidenceWarning, SchemaMismatch
+from gradkeep.errors import DatamodelsError, EvidenceWarning, SchemaMismatchError
 
 SPEC = Spec.from_fields(
     {
@@ -65,7 +65,7 @@ def test_other_arrays_under_the_same_name_are_refused(tmp_path, folder):
         store,
         Spec.from_fields({"num_models": 5, "schema": {"masks": {"shape": [11], "dtype": "bool"}}}),
     )
-    with pytest.raises(SchemaMismatch, match="margins"):
+    with pytest.raises(SchemaMismatchError, match="margins"):
         datamodels.import_folder(store, folder.path)
 
 

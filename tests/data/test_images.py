@@ -18,7 +18,7 @@ from gradkeep.data import dataset, load_cifar10
 from gradkeep.data._examples import Examples
 from gradkeep.data._files import load_idx, load_npz, read_idx
 from gradkeep.data._image_folder import load_image_folder
-from gradkeep.errors import DataError, MissingExtra
+from gradkeep.errors import DataError, MissingExtraError
 
 CODES = {"u1": 8, "i1": 9, "i2": 11, "i4": 12, "f4": 13, "f8": 14}
 BATCHES = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
@@ -337,7 +337,7 @@ def test_folders_without_pictures_are_refused(tmp_path):
 def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtra, match=r"pip install -e .*\[images\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e .*\[images\]"):
         load_image_folder(tmp_path)
 
 

@@ -373,7 +373,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     ("call", "message"),
     [
         (lambda found: counterfactual(found, [12]), "0 to 11"),
-        (lambda found: counterfactual(found, [-1]), "found:    -1"),
+        (lambda found: counterfactual(found, [-1]), ": -1"),
         (lambda found: counterfactual(found, [0.5]), "must be ids"),
         (lambda found: counterfactual(found, [1], base=np.ones(3, bool)), r"bool \[12\]"),
         (lambda found: top(found, targets=[9]), "0 to 3"),

@@ -321,7 +321,7 @@ def with_nan():
         ({"penalty": "l2"}, "penalty"),
         ({"lambdas": [0.1, 0.0]}, "without a penalty no gap"),
         ({"lambdas": 0}, "one penalty or more"),
-        ({"lambdas": "many"}, "lambdas cannot be 'many'"),
+        ({"lambdas": "many"}, "lambdas must be"),
         ({"lambdas": [-1.0]}, "positive"),
         ({"lam": [0.1, 0.0]}, "one positive number per target"),
         ({"penalty": "means", "folds": 3}, "no penalty"),

@@ -21,7 +21,7 @@ from gradkeep.datamodels import (
 )
 from gradkeep.datamodels.fitting._masks import training_seed
 from gradkeep.datamodels.study._training import TOLERANCE, stacks_well, train_many
-from gradkeep.errors import DatamodelsError, SchemaMismatch
+from gradkeep.errors import DatamodelsError, SchemaMismatchError
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(40, 5, generator=GENERATOR)
@@ -199,13 +199,13 @@ def test_a_study_that_keeps_no_models_says_so(tmp_path):
 )
 def test_a_study_that_changed_is_refused_with_the_difference(tmp_path, change, word):
     study(tmp_path)
-    with pytest.raises(SchemaMismatch, match=word):
+    with pytest.raises(SchemaMismatchError, match=word):
         study(tmp_path, **change)
 
 
 def test_other_data_is_refused(tmp_path):
     study(tmp_path)
-    with pytest.raises(SchemaMismatch, match="fingerprint data"):
+    with pytest.raises(SchemaMismatchError, match="fingerprint data"):
         Study(
             tmp_path,
             (X + 1, Y),

@@ -82,5 +82,5 @@ def test_descriptions_without_end_or_of_another_kind_are_refused():
 
 @pytest.mark.parametrize("shape", [(-1,), (1.5,), ("3",), 3, None, [2, 3]])
 def test_a_parameter_has_a_shape(shape):
-    with pytest.raises(QueryError, match="shape cannot be"):
+    with pytest.raises(QueryError, match="shape must be"):
         Parameter("w", shape)

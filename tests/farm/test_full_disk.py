@@ -7,7 +7,7 @@ import pytest
 
 import gradkeep.store as stores
 from gradkeep import farm
-from gradkeep.errors import FarmError, WriteFailed
+from gradkeep.errors import FarmError, WriteFailedError
 
 ROWS = 60
 
@@ -35,7 +35,7 @@ def test_a_worker_on_a_full_disk_completes_no_row_and_the_run_goes_on_when_there
     # A worker may be killed just after it took rows, because another one met the full disk: then
     # they are free when their leases end.
     limits = {"workers": workers, "batch": batch, "lease_seconds": 2 if workers else 3600}
-    with pytest.raises((WriteFailed, FarmError), match="No space left on device"):
+    with pytest.raises((WriteFailedError, FarmError), match="No space left on device"):
         farm.run(store, "models", farm_jobs.trivial, **limits)
     done = rows.done()
     assert len(done) < ROWS

@@ -269,7 +269,7 @@ def test_a_full_disk_stops_the_farm_and_leaves_the_row_open(rows_of, monkeypatch
 
     import farm_jobs
 
-    from gradkeep.errors import WriteFailed
+    from gradkeep.errors import WriteFailedError
     from gradkeep.store import Rows
 
     store = rows_of(5)
@@ -277,12 +277,12 @@ def test_a_full_disk_stops_the_farm_and_leaves_the_row_open(rows_of, monkeypatch
 
     def full(self, row, arrays, **options):
         if row == 3:
-            raise WriteFailed(os.strerror(errno.ENOSPC), path=self.path)
+            raise WriteFailedError(os.strerror(errno.ENOSPC), path=self.path)
         return real(self, row, arrays, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(Rows, "put", full)
-        with pytest.raises(WriteFailed, match="No space left"):
+        with pytest.raises(WriteFailedError, match="No space left"):
             farm.run(store, "models", farm_jobs.trivial, workers=0)
     states = store.rows("models").states()
     assert (states[3].state, states[3].attempts) == ("pending", 0)

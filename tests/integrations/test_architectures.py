@@ -84,7 +84,7 @@ def made(kind):
         batch["labels"] = batch["labels"][:, :7].contiguous()
     if kind == "bert":
         return net, batch | {"labels": torch.arange(ROWS) % 3}, Labels()
-    return net.half() if "fp16" in kind else net, batch, gk.LanguageModelling()
+    return net.half() if "fp16" in kind else net, batch, gk.LanguageModeling()
 
 
 def by_autograd(model, batch, task):

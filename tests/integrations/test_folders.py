@@ -165,7 +165,7 @@ def test_an_adapter_folder_is_captured_as_the_model_is(tmp_path, kind):
     source.save_pretrained(tmp_path / "adapter")
     store = gk.open(tmp_path / "store")
     batch = {"input_ids": torch.arange(24).remainder(31).view(4, 6)}
-    options = {"task": gk.LanguageModelling(), "split": "train", "progress": False, "mode": "eval"}
+    options = {"task": gk.LanguageModeling(), "split": "train", "progress": False, "mode": "eval"}
     model = with_adapter("llama", 2, **KINDS[kind])
     gk.capture(store, model, [batch], checkpoints={"folder": tmp_path / "adapter"}, **options)
     gk.capture(store, source, [batch], checkpoints="here", **options)

@@ -6,7 +6,7 @@ import pytest
 
 import gradkeep as gk
 from gradkeep import integrations
-from gradkeep.errors import MissingExtra
+from gradkeep.errors import MissingExtraError
 
 CALLBACKS = {
     "transformers": "GradkeepTrainerCallback",
@@ -33,14 +33,14 @@ def without(monkeypatch):
 def test_a_missing_library_names_its_extra(extra, tmp_path, without):
     without(extra)
     callback = getattr(integrations, CALLBACKS[extra])
-    with pytest.raises(MissingExtra, match=rf"pip install -e .*\[{extra}\]"):
+    with pytest.raises(MissingExtraError, match=rf"pip install -e .*\[{extra}\]"):
         callback(tmp_path / "store", {"train": []}, task=gk.Classification())
     assert not (tmp_path / "store").exists()
 
 
 def test_the_recorder_names_its_extra(tmp_path, without):
     without("transformers")
-    with pytest.raises(MissingExtra, match=r"pip install -e .*\[transformers\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e .*\[transformers\]"):
         integrations.GradkeepTrainerRecorder(tmp_path / "store")
 
 

@@ -44,7 +44,7 @@ def test_documents_of_a_flattened_batch_have_the_gradients_they_have_alone(tmp_p
         store = gk.open(tmp_path / f"store-{number}")
         loader = DataLoader(data, batch_size=4, collate_fn=collate)
         done = gk.capture(
-            store, model, loader, task=gk.LanguageModelling(), split="train", progress=False
+            store, model, loader, task=gk.LanguageModeling(), split="train", progress=False
         )
         assert done.rows == 6
         found = gk.gradients(store, split="train")

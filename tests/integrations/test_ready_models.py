@@ -61,7 +61,7 @@ MODELS = {"gpt2": gpt2, "llama": llama}
 
 
 def capture(store, model, **options):
-    options = {"task": gk.LanguageModelling(), "split": "train", "progress": False} | options
+    options = {"task": gk.LanguageModeling(), "split": "train", "progress": False} | options
     return gk.capture(store, model, [BATCH], **options)
 
 

@@ -77,7 +77,7 @@ def test_the_gradients_of_the_steps_are_those_of_a_replay(tmp_path, accumulated)
         store,
         model.eval(),
         DataLoader(data, 4),
-        task=gk.LanguageModelling(),
+        task=gk.LanguageModeling(),
         split="train",
         ids=list(range(100, 112)),
         layers=LAYERS,
@@ -127,7 +127,7 @@ def test_columns_of_a_data_set_are_kept_at_every_checkpoint(tmp_path):
     callback = GradkeepTrainerCallback(
         store,
         {"train": DataLoader(data, 2)},
-        task=gk.LanguageModelling(),
+        task=gk.LanguageModeling(),
         at="end",
         layers=LAYERS,
         columns=["text", "source"],

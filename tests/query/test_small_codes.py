@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, QueryError
+from gradkeep.errors import DamagedError, QueryError
 from gradkeep.factors._dense import Dense
 from gradkeep.factors._form import Parameter, form_to_fields
 from gradkeep.query import _code_making, _small_codes
@@ -309,7 +309,7 @@ def test_damaged_codes_are_not_believed(tmp_path):
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1
     path.write_bytes(data)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         gk.query.small_codes(train, bytes=40)
 
 

@@ -35,7 +35,7 @@ def world(store, *, tied=True, prompt=False, keep="factors", **options):
             store,
             model,
             [batch],
-            task=gk.LanguageModelling(),
+            task=gk.LanguageModeling(),
             split=split,
             keep=keep,
             progress=False,
@@ -50,7 +50,7 @@ def whole_gradients(model, batch):
     for row in range(len(batch["labels"])):
         model.zero_grad()
         one = {name: value[row : row + 1] for name, value in batch.items()}
-        gk.LanguageModelling().losses(model, one).sum().backward()
+        gk.LanguageModeling().losses(model, one).sum().backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     return found
 
@@ -70,7 +70,7 @@ def by_hand(model, batch, row, direction):
         if isinstance(module, nn.Linear)
     ]
     one = {name: value[row : row + 1] for name, value in batch.items()}
-    gk.LanguageModelling().losses(model, one).sum().backward()
+    gk.LanguageModeling().losses(model, one).sum().backward()
     for handle in handles:
         handle.remove()
     names = {id(p): name for name, p in model.named_parameters()}

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradkeep as gk
-from gradkeep.errors import BudgetError, RematError, StepChanged
+from gradkeep.errors import BudgetError, RematError, StepChangedError
 from gradkeep.remat.planned import _planner
 
 memory_budget = functools.partial(gk.memory_budget, effort=0.05)
@@ -525,7 +525,7 @@ def test_parameters_changed_between_forward_and_backward_are_noticed():
         with torch.no_grad():
             for parameter in ours.parameters():
                 parameter.add_(1)
-        with pytest.raises((RuntimeError, StepChanged)):
+        with pytest.raises((RuntimeError, StepChangedError)):
             loss.backward()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradkeep as gk
-from gradkeep.errors import StepChanged
+from gradkeep.errors import StepChangedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory budget:gradkeep.errors.BudgetWarning")
 
@@ -121,7 +121,7 @@ def test_random_changes_between_steps_never_give_a_wrong_gradient(form):
                         loss = step(ours, *given)
                 else:
                     loss = step(ours, *given)
-            except StepChanged:
+            except StepChangedError:
                 # As if the step had not run; then it is run again.
                 refused += 1
                 assert all(parameter.grad is None for parameter in ours.parameters())

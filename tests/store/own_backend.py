@@ -5,7 +5,7 @@ import threading
 import time
 from urllib.parse import urlsplit
 
-from gradkeep.errors import Conflict
+from gradkeep.errors import ConflictError
 from gradkeep.store import Backend, Entry, Readable
 
 
@@ -27,7 +27,7 @@ class SqliteFile(Backend):
         if not present:  # deleted since
             return self.put_if_absent(key, parts, durability=durability)
         if present[0][0] != value:
-            raise Conflict("the name is taken by other bytes", path=self.describe(key))
+            raise ConflictError("the name is taken by other bytes", path=self.describe(key))
         return False
 
     def open(self, key):

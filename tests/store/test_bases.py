@@ -5,7 +5,7 @@ import pytest
 
 import gradkeep as gk
 import gradkeep.store as gs
-from gradkeep.errors import Damaged
+from gradkeep.errors import DamagedError
 
 KEY = gs.BasisKey("final", run="main", capture="small")
 
@@ -37,7 +37,7 @@ def test_damage_is_found(store, tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     assert not gs.verify(store.location).healthy
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         store.read(KEY).column("fc.left")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, StoreError
+from gradkeep.errors import DamagedError, StoreError
 from gradkeep.store import _document, verify
 from tests.store.test_strangers import at, fill, forge, look, sealed
 
@@ -45,7 +45,7 @@ def test_an_unknown_field_is_refused_when_a_block_is_read(store, where):
             return {**fields, "segments": [{**one, "more": 1} for one in fields["segments"]]}
 
         forge(store, key, change)
-    with pytest.raises(Damaged, match="more"):
+    with pytest.raises(DamagedError, match="more"):
         gk.open(store.location, create=False).read(KEY)
 
 

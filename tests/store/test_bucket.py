@@ -11,7 +11,13 @@ from s3_server import ANYBODY, ONCE, connect
 from store_suite.store_tests import FullStoreTests
 
 import gradkeep as gk
-from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import (
+    ConflictError,
+    MissingExtraError,
+    ReadOnlyError,
+    StoreError,
+    WriteFailedError,
+)
 from gradkeep.store import Bucket, verify
 from gradkeep.store.backends import _bucket
 
@@ -49,9 +55,9 @@ def test_a_lost_reply_is_no_error_if_the_value_arrived(line, url):
 def test_a_lost_request_is_an_error_and_leaves_the_name_free(line, url):
     bucket = connect(url, line.address, retry_config=ONCE)
     line.fault = on_put("lose request")
-    with pytest.raises(WriteFailed, match="not there") as caught:
+    with pytest.raises(WriteFailedError, match="not there") as caught:
         put(bucket, "key", b"value")
-    assert not isinstance(caught.value, ReadOnly)
+    assert not isinstance(caught.value, ReadOnlyError)
     assert not bucket.exists("key")
     line.fault = on_put("none")
     assert put(bucket, "key", b"value") is True
@@ -61,14 +67,14 @@ def test_a_lost_request_for_a_taken_name_is_a_conflict(line, url):
     bucket = connect(url, line.address, retry_config=ONCE)
     put(bucket, "key", b"other")
     line.fault = on_put("lose request")
-    with pytest.raises(Conflict):
+    with pytest.raises(ConflictError):
         put(bucket, "key", b"value")
 
 
 def test_an_error_that_cannot_be_looked_into_is_the_first_one(line, url):
     bucket = connect(url, line.address, retry_config=ONCE)
     line.fault = lambda method: "lose request"
-    with pytest.raises(WriteFailed) as caught:
+    with pytest.raises(WriteFailedError) as caught:
         put(bucket, "key", b"value")
     assert "PUT" in str(caught.value.found)
 
@@ -84,13 +90,13 @@ def test_a_bucket_that_may_only_be_read_is_read_only(line, url, s3):
     put(connect(url, s3), "there", b"value")
     bucket = connect(url, line.address)
     line.fault = lambda method: "none" if method in ("GET", "HEAD") else 403
-    with pytest.raises(ReadOnly):
+    with pytest.raises(ReadOnlyError):
         put(bucket, "key", b"value")
-    with pytest.raises(ReadOnly):
+    with pytest.raises(ReadOnlyError):
         put(bucket, "there", b"other")
-    with pytest.raises(ReadOnly):
+    with pytest.raises(ReadOnlyError):
         bucket.delete(["there"], durability="full")
-    with pytest.raises(ReadOnly):
+    with pytest.raises(ReadOnlyError):
         bucket.move_aside("there")
     assert put(bucket, "there", b"value") is False
     assert bucket.read("there") == b"value"
@@ -99,10 +105,10 @@ def test_a_bucket_that_may_only_be_read_is_read_only(line, url, s3):
 def test_a_service_that_does_not_heed_the_condition_is_refused(line, url):
     bucket = connect(url, line.address)
     line.fault = on_put("no condition")
-    with pytest.raises(WriteFailed, match="no conditional writes"):
+    with pytest.raises(WriteFailedError, match="no conditional writes"):
         gk.open(bucket)
     line.fault = on_put((501, "NotImplemented"))
-    with pytest.raises(WriteFailed, match="no conditional writes"):
+    with pytest.raises(WriteFailedError, match="no conditional writes"):
         put(connect(url, line.address, retry_config=ONCE), "key", b"value")
 
 
@@ -167,7 +173,7 @@ def test_a_bucket_that_cannot_be_read_says_so(line, url):
 def test_a_bucket_that_does_not_exist_is_named(s3):
     with pytest.raises(StoreError, match="s3://nowhere/store"):
         gk.open(connect("s3://nowhere/store", s3))
-    with pytest.raises(WriteFailed, match="no such bucket"):
+    with pytest.raises(WriteFailedError, match="no such bucket"):
         put(connect("s3://nowhere/store", s3), "key", b"value")
 
 
@@ -184,7 +190,7 @@ def test_a_block_written_over_a_bad_line_is_whole(line, url, s3):
             with store.write(key, schema) as writer:
                 writer.append(range(24), losses)
             break
-        except WriteFailed:
+        except WriteFailedError:
             continue  # run again, as the message says
     calm = gk.open(connect(url, s3), create=False)
     assert calm.read(key).column("loss").tolist() == losses["loss"]
@@ -235,7 +241,7 @@ def test_a_name_that_is_freed_while_it_is_compared_is_taken(monkeypatch):
         raise FileNotFoundError(key)
 
     monkeypatch.setattr(bucket, "same_bytes", never_there)
-    with pytest.raises(WriteFailed, match="nothing under it"):
+    with pytest.raises(WriteFailedError, match="nothing under it"):
         put(bucket, "key", b"third")
 
 
@@ -250,7 +256,7 @@ def test_small_values_cost_one_request(line, url):
 
 COMPETE = """
 import json, sys
-from gradkeep.errors import Conflict
+from gradkeep.errors import ConflictError
 from gradkeep.store import Bucket
 url, options, worker = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 bucket = Bucket(url, **options)
@@ -259,7 +265,7 @@ sys.stdin.readline()
 for turn in range(10):
     try:
         won = bucket.put_if_absent(f"prize/{turn}", [worker.encode()], durability="full")
-    except Conflict:
+    except ConflictError:
         won = False
     same = bucket.put_if_absent(f"same/{turn}", [b"same"], durability="full")
     print(int(won), int(same))
@@ -300,7 +306,7 @@ def test_what_one_put_cannot_take_is_refused_before_it_is_sent(monkeypatch):
     monkeypatch.setattr(_bucket, "_LARGEST", 10)
     bucket = Bucket("memory://")
     assert put(bucket, "key", b"x" * 10) is True
-    with pytest.raises(WriteFailed, match="not 11"):
+    with pytest.raises(WriteFailedError, match="not 11"):
         bucket.put_if_absent("more", [b"x" * 5, b"x" * 6], durability="full")
     assert not bucket.exists("more")
 
@@ -309,7 +315,7 @@ def test_what_one_put_cannot_take_is_refused_before_it_is_sent(monkeypatch):
 def test_a_folder_that_may_only_be_read_is_read_only(tmp_path):
     bucket = Bucket(f"file://{tmp_path}")
     tmp_path.chmod(0o500)
-    with pytest.raises(ReadOnly):
+    with pytest.raises(ReadOnlyError):
         put(bucket, "key", b"value")
 
 
@@ -337,5 +343,5 @@ def test_every_bucket_in_memory_is_new():
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MissingExtra, match=r"pip install -e .*\[s3\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e .*\[s3\]"):
         Bucket("memory://")

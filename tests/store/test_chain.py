@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, MissingRows, StoreError
+from gradkeep.errors import DamagedError, MissingRowsError, StoreError
 from gradkeep.store import Memory, gc, verify
 from gradkeep.store.blocks._manifest import latest_manifest, load_manifest
 
@@ -58,7 +58,7 @@ def test_the_newest_version_deleted_is_damage_and_no_row_comes_back(store):
         lambda: gc(store),
         lambda: store.write(KEY, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)),
     ):
-        with pytest.raises(Damaged, match="published and is gone"):
+        with pytest.raises(DamagedError, match="published and is gone"):
             read()
     assert damaged(store) == [manifest]
     (facts,) = store.info().captures
@@ -73,7 +73,7 @@ def test_the_newest_version_deleted_is_damage_and_no_row_comes_back(store):
 def test_packed_rows_are_not_undone_by_a_lost_manifest(store):
     for path in at(store, "datamodels/models/manifest").iterdir():
         path.unlink()
-    with pytest.raises(Damaged, match="published and is gone"):
+    with pytest.raises(DamagedError, match="published and is gone"):
         store.rows("models")
     assert len(damaged(store)) == 2
 
@@ -82,7 +82,7 @@ def test_an_opened_set_of_rows_notices_that_its_manifests_went(store):
     rows = store.rows("models")
     shutil.rmtree(at(store, "datamodels/models/manifest"))
     for use in (rows.done, lambda: rows.read([0]), lambda: rows.put(0, {"out": np.float32(0)})):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedError):
             use()
 
 
@@ -91,7 +91,7 @@ def test_an_older_version_deleted_is_found(store, number):
     manifest = f"{KEY.folder}/manifest/{number:06d}.json"
     at(store, manifest).unlink()
     assert damaged(store) == [manifest]
-    with pytest.raises(Damaged, match="published and is gone"):
+    with pytest.raises(DamagedError, match="published and is gone"):
         store.read(KEY, version=number)
     assert store.read(KEY).ids.tolist() == [1, 2, 3, 4]
 
@@ -106,7 +106,7 @@ def test_a_version_put_in_the_place_of_another_is_found(store, tmp_path):
     gk.open(other.location).drop_rows(KEY, [1])
     at(store, manifest).unlink()
     shutil.copy(at(other, manifest), at(store, manifest))
-    with pytest.raises(Damaged, match="not the manifest that was published"):
+    with pytest.raises(DamagedError, match="not the manifest that was published"):
         store.read(KEY)
     assert damaged(store) == [manifest]
     # Without the records the chain still tells, for what came later names what was.
@@ -146,7 +146,7 @@ def test_a_record_that_is_gone_is_missed(store, what):
 def test_what_is_removed_on_purpose_is_not_missed(store):
     gc(store)
     assert damaged(store) == []
-    with pytest.raises(MissingRows, match="no version 1"):
+    with pytest.raises(MissingRowsError, match="no version 1"):
         store.read(KEY, version=1)
     assert len(os.listdir(at(store, f"heads/{KEY.folder}"))) == 1
     store.delete(KEY)
@@ -177,7 +177,7 @@ def test_old_stores_are_chained_from_their_next_version_on(tmp_path):
     assert damaged(store) == []
     assert store.drop_rows(key, [0]).previous == old.digest
     at(store, f"{key.folder}/manifest/{old.version + 1:06d}.json").unlink()
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         store.read(key)
 
 
@@ -215,7 +215,7 @@ def test_a_reader_beside_those_who_remove_is_never_told_of_damage(moment, what):
     backend.then = [*[lambda: None] * moment, change]
     try:
         assert set(gk.open(backend).read(KEY).ids.tolist()) <= {1, 2}
-    except Damaged:
+    except DamagedError:
         raise
     except StoreError:
         pass  # not sealed, or no such block: it is being deleted

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, StoreError
+from gradkeep.errors import DamagedError, StoreError
 from gradkeep.store import Decision, standing, verify
 
 
@@ -78,7 +78,7 @@ def test_damage_to_the_log_is_seen(tmp_path, how):
         (tmp_path / "decisions/other").mkdir()
         file.rename(tmp_path / "decisions/other/000000.json")
     if how != "moved":
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedError):
             store.decisions("train")
     found = verify(tmp_path)
     assert any("decisions/" in one.path for one in found.damage)

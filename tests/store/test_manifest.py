@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows
+from gradkeep.errors import ConflictError, DamagedError, InvalidRowsError, MissingRowsError
 from gradkeep.store import Memory
 from gradkeep.store.blocks import _manifest
 from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
@@ -83,13 +83,13 @@ def test_the_newest_version_is_the_one_with_the_highest_number(store):
 
 def test_a_version_that_is_not_there_is_named_with_those_that_are(store):
     of = begin(store)
-    with pytest.raises(MissingRows, match="no version 0"):
+    with pytest.raises(MissingRowsError, match="no version 0"):
         load_manifest(store.backend, FOLDER, 0)
     put_segment(store, of, 0, [0, 1])
     seal(store)
-    with pytest.raises(MissingRows, match="no version 7") as caught:
+    with pytest.raises(MissingRowsError, match="no version 7") as caught:
         store.read(KEY, version=7)
-    assert "only 0" in caught.value.what
+    assert "only 0" in caught.value.message
 
 
 def test_a_manifest_under_another_number_is_damage(store):
@@ -98,9 +98,9 @@ def test_a_manifest_under_another_number_is_damage(store):
     seal(store)
     data = store.backend.read(f"{FOLDER}/manifest/000000.json")
     store.backend.put_if_absent(f"{FOLDER}/manifest/000001.json", [data], durability="process")
-    with pytest.raises(Damaged, match="under the name") as caught:
+    with pytest.raises(DamagedError, match="under the name") as caught:
         store.read(KEY)
-    assert "version 0" in caught.value.what
+    assert "version 0" in caught.value.message
     assert len(store.read(KEY, version=0)) == 2
 
 
@@ -110,7 +110,7 @@ def test_a_manifest_of_another_schema_is_damage(store):
     seal(store)
     store.backend.delete([f"{FOLDER}/schema.json"], durability="process")
     store.write(KEY, schema(fingerprints={"seed": 2})).close()
-    with pytest.raises(Damaged, match="another schema"):
+    with pytest.raises(DamagedError, match="another schema"):
         store.read(KEY)
 
 
@@ -153,7 +153,7 @@ def test_holes_are_named_and_not_sealed(store, there):
     for number in there:
         put_segment(store, of, number, [2 * number, 2 * number + 1])
     holes = [number for number in range(max(there)) if number not in there]
-    with pytest.raises(MissingRows, match=f"{len(holes)} segments are missing") as caught:
+    with pytest.raises(MissingRowsError, match=f"{len(holes)} segments are missing") as caught:
         seal(store)
     named = [f"seg/{number:06d}.safetensors" for number in holes]
     more = " ..." if len(holes) > 5 else ""
@@ -168,7 +168,7 @@ def test_a_sealed_segment_that_is_gone_is_missed(store):
     seal(store)
     store.backend.delete([gone], durability="process")
     for adding in (True, False):
-        with pytest.raises(MissingRows, match="1 segments are missing") as caught:
+        with pytest.raises(MissingRowsError, match="1 segments are missing") as caught:
             seal(store, adding=adding)
         assert "recreates exactly" in caught.value.fix
 
@@ -179,10 +179,10 @@ def test_a_rewritten_segment_that_is_gone_cannot_be_written_again(store):
     seal(store)
     (entry,) = store.drop_rows(KEY, [1]).segments
     store.backend.delete([f"{FOLDER}/{entry.file}"], durability="process")
-    with pytest.raises(MissingRows) as caught:
+    with pytest.raises(MissingRowsError) as caught:
         seal(store)
     assert "older version" in caught.value.fix
-    with pytest.raises(MissingRows) as caught:
+    with pytest.raises(MissingRowsError) as caught:
         store.read(KEY).read([0])
     assert "older version" in caught.value.fix
 
@@ -192,9 +192,9 @@ def test_a_block_with_more_or_fewer_rows_than_promised_is_not_sealed(store, rows
     of = begin(store, schema(num_rows=3))
     for number in range(0, rows, 2):
         put_segment(store, of, number // 2, list(range(number, min(rows, number + 2))))
-    with pytest.raises(MissingRows, match="not complete") as caught:
+    with pytest.raises(MissingRowsError, match="not complete") as caught:
         seal(store)
-    assert f"{rows} of 3 rows" in caught.value.what
+    assert f"{rows} of 3 rows" in caught.value.message
     assert manifest_versions(store.backend, FOLDER) == []
 
 
@@ -213,7 +213,7 @@ def test_an_id_in_two_segments_is_refused(store, second, told):
     of = begin(store)
     put_segment(store, of, 0, [0, 1])
     put_segment(store, of, 1, second)
-    with pytest.raises(InvalidRows, match="two segments") as caught:
+    with pytest.raises(InvalidRowsError, match="two segments") as caught:
         seal(store)
     assert caught.value.found == told
     assert caught.value.path.endswith("seg/000001.safetensors")
@@ -228,10 +228,10 @@ def test_a_short_segment_in_the_middle_is_refused(store, sealed):
         seal(store)
     put_segment(store, of, sealed, [500])
     put_segment(store, of, sealed + 1, [600, 601])
-    with pytest.raises(MissingRows, match="in the middle") as caught:
+    with pytest.raises(MissingRowsError, match="in the middle") as caught:
         seal(store)
     assert caught.value.path.endswith(f"seg/{sealed:06d}.safetensors")
-    assert "1 of 2 rows" in caught.value.what
+    assert "1 of 2 rows" in caught.value.message
 
 
 def test_a_short_segment_that_was_the_last_of_a_version_is_none_in_the_middle(store):
@@ -246,7 +246,7 @@ def test_damaged_ids_are_not_sealed(store):
     of = begin(store)
     put_segment(store, of, 0, [0, 1])
     put_segment(store, of, 1, [2, 3], damaged_ids=True)
-    with pytest.raises(Damaged, match="'ids'"):
+    with pytest.raises(DamagedError, match="'ids'"):
         seal(store)
     assert manifest_versions(store.backend, FOLDER) == []
 
@@ -255,9 +255,9 @@ def test_a_segment_of_another_schema_is_neither_sealed_nor_seen(store):
     of = begin(store)
     put_segment(store, of, 0, [0, 1])
     put_segment(store, schema(fingerprints={"seed": 2}), 1, [2, 3])
-    with pytest.raises(Damaged, match="another schema"):
+    with pytest.raises(DamagedError, match="another schema"):
         seal(store)
-    with pytest.raises(Damaged, match="another schema"):
+    with pytest.raises(DamagedError, match="another schema"):
         store.read(KEY, live=True)
 
 
@@ -267,7 +267,7 @@ def test_a_segment_that_was_replaced_is_noticed_when_it_is_read(store):
     seal(store)
     store.backend.delete([key], durability="process")
     put_segment(store, of, 0, [1, 0])
-    with pytest.raises(Damaged, match="not the segment that the manifest names"):
+    with pytest.raises(DamagedError, match="not the segment that the manifest names"):
         store.read(KEY).read([0])
 
 
@@ -311,9 +311,9 @@ def test_only_the_newest_version_can_lose_rows(store):
     seal(store)
     old = store.read(KEY)
     store.drop_rows(KEY, [0])
-    with pytest.raises(Conflict, match="newest") as caught:
+    with pytest.raises(ConflictError, match="newest") as caught:
         _manifest.drop_rows(old, [1], durability="process")
-    assert "version 0" in caught.value.what
+    assert "version 0" in caught.value.message
     found = store.drop_rows(KEY, [2, 3])
     assert [entry.rows for entry in found.segments] == [1]
     assert store.read(KEY).ids.tolist() == [1]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, FormatTooNew, NotAStore
+from gradkeep.errors import DamagedError, FormatTooNewError, NotAStoreError
 from gradkeep.store import LocalDisk, _document
 
 
@@ -21,23 +21,23 @@ def test_an_empty_folder_becomes_a_store(tmp_path):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(NotAStore, match=r"thesis\.tex") as caught:
+    with pytest.raises(NotAStoreError, match=r"thesis\.tex") as caught:
         gk.open(tmp_path)
-    assert "next:" in str(caught.value)
+    assert "path of a store" in caught.value.fix
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 def test_a_file_is_not_a_store(tmp_path):
     path = tmp_path / "file"
     path.write_text("x")
-    with pytest.raises(NotAStore, match="a file"):
+    with pytest.raises(NotAStoreError, match="a file"):
         gk.open(path)
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path):
     path = tmp_path / "link"
     path.symlink_to(tmp_path / "gone")
-    with pytest.raises(NotAStore, match="leads nowhere"):
+    with pytest.raises(NotAStoreError, match="leads nowhere"):
         gk.open(path)
 
 
@@ -48,7 +48,7 @@ def test_a_link_to_a_store_is_followed(tmp_path):
 
 
 def test_nothing_there_and_not_to_be_made(tmp_path):
-    with pytest.raises(NotAStore, match="no store here"):
+    with pytest.raises(NotAStoreError, match="no store here"):
         gk.open(tmp_path / "none", create=False)
     assert not (tmp_path / "none").exists()
 
@@ -56,13 +56,13 @@ def test_nothing_there_and_not_to_be_made(tmp_path):
 def test_a_store_of_a_later_format_is_refused(tmp_path):
     fields = {"format": "gradkeep-store", "version": 2, "uuid": "x"}
     (tmp_path / "STORE.json").write_bytes(_document.to_bytes(fields))
-    with pytest.raises(FormatTooNew, match="upgrade gradkeep"):
+    with pytest.raises(FormatTooNewError, match="upgrade gradkeep"):
         gk.open(tmp_path)
 
 
 def test_another_kind_of_document_is_refused(tmp_path):
     (tmp_path / "STORE.json").write_bytes(_document.to_bytes({"format": "else", "version": 1}))
-    with pytest.raises(NotAStore, match="else"):
+    with pytest.raises(NotAStoreError, match="else"):
         gk.open(tmp_path)
 
 
@@ -70,7 +70,7 @@ def test_an_edited_identity_is_noticed(tmp_path):
     gk.open(tmp_path)
     path = tmp_path / "STORE.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 0'))
-    with pytest.raises(Damaged, match=r"STORE\.json"):
+    with pytest.raises(DamagedError, match=r"STORE\.json"):
         gk.open(tmp_path)
 
 
@@ -109,6 +109,12 @@ def test_a_store_that_appears_while_the_folder_is_looked_at_is_opened(tmp_path):
 def test_errors_survive_the_way_between_processes():
     import pickle
 
-    error = pickle.loads(pickle.dumps(NotAStore("x", path="p", found=1, expected=2, fix="f")))
-    assert (error.what, error.path, error.found, error.expected, error.fix) == ("x", "p", 1, 2, "f")
-    assert "found:    1" in str(error)
+    error = pickle.loads(pickle.dumps(NotAStoreError("x", path="p", found=1, expected=2, fix="f")))
+    assert (error.message, error.path, error.found, error.expected, error.fix) == (
+        "x",
+        "p",
+        1,
+        2,
+        "f",
+    )
+    assert str(error) == "p: x: 1; expected 2\nf"

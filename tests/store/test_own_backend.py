@@ -11,7 +11,7 @@ import pytest
 from store_suite.store_tests import FullStoreTests
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, NotAStore, StoreError
+from gradkeep.errors import DamagedError, NotAStoreError, StoreError
 from gradkeep.store import Bucket, LocalDisk, Memory, backend_for, gc, register_backend, verify
 
 HERE = Path(__file__).parent
@@ -135,7 +135,7 @@ def test_a_file_url_follows_no_links(tmp_path):
     segments.rename(tmp_path / "elsewhere")
     segments.symlink_to(tmp_path / "elsewhere")
     assert not verify(f"file://{tmp_path}/store").healthy
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         gc(f"file://{tmp_path}/store")
     assert len(list((tmp_path / "elsewhere").iterdir())) == 1
 
@@ -187,7 +187,7 @@ def test_a_command_imports_results_to_a_url(command, url, tmp_path):
     assert failed.returncode == 2
     assert "trak_results" in failed.stderr
     assert not (tmp_path / "sqlite:").exists()
-    with pytest.raises(NotAStore):
+    with pytest.raises(NotAStoreError):
         gk.open(url, create=False)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradkeep as gk
-from gradkeep.errors import InvalidRows, StoreError
+from gradkeep.errors import InvalidRowsError, StoreError
 from gradkeep.store import _document, verify
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -65,7 +65,7 @@ def test_only_whole_numbers_name_rows(store, block, rows, ids):
         lambda: writer.append(ids, {"loss": [0.0]}),
         lambda: rows.put(ids, {"out": 1.0}),
     ):
-        with pytest.raises((InvalidRows, StoreError)):
+        with pytest.raises((InvalidRowsError, StoreError)):
             use()
     writer.close()
     assert len(store.read(KEY)) == 6
@@ -99,10 +99,10 @@ def test_whole_numbers_of_any_kind_do(store, block, rows, ids):
 )
 def test_a_list_is_never_cut_to_fit(store, dtype, values):
     writer = store.write(KEY, gk.store.Schema((gk.store.Array("a", dtype),)))
-    with pytest.raises(InvalidRows) as caught:
+    with pytest.raises(InvalidRowsError) as caught:
         writer.append([0, 1], {"a": values})
     writer.close()
-    assert "'a'" in caught.value.what
+    assert "'a'" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_list_that_fits_is_kept(store, dtype, values):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, None, "1"])
 def test_no_claim_of_nothing_takes_everything(rows, count):
-    with pytest.raises(InvalidRows, match="count"):
+    with pytest.raises(InvalidRowsError, match="count"):
         rows.claim(count=count)
     assert all(state.state != "leased" for state in rows.states())
 
@@ -211,7 +211,7 @@ def test_many_rows_to_come_cost_nothing(store):
     start = time.monotonic()
     (found,) = store.info().row_sets
     assert (found.done, found.pending) == (0, 2**40)
-    with pytest.raises(InvalidRows, match="too many rows"):
+    with pytest.raises(InvalidRowsError, match="too many rows"):
         store.rows("models").states()
     assert time.monotonic() - start < 2
 

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 import gradkeep as gk
-from gradkeep.errors import Damaged
+from gradkeep.errors import DamagedError
 from gradkeep.store import Memory
 from gradkeep.store.blocks._segment import Segment
 
@@ -124,10 +124,10 @@ def test_a_gather_checks_only_what_it_reads():
     np.testing.assert_array_equal(
         store.read(KEY).read([99])["fc.prefix"][0], values["fc.prefix"][99]
     )
-    with pytest.raises(Damaged, match=r"tensor 'fc\.prefix'") as caught:
+    with pytest.raises(DamagedError, match=r"tensor 'fc\.prefix'") as caught:
         store.read(KEY).read([100])
     assert caught.value.tensor == "fc.prefix"
-    with pytest.raises(Damaged, match=r"tensor 'fc\.prefix'"):
+    with pytest.raises(DamagedError, match=r"tensor 'fc\.prefix'"):
         list(store.read(KEY).stream(["fc.prefix"]))
     assert len(store.read(KEY).column("loss")) == rows
 
@@ -139,7 +139,7 @@ def test_a_stream_hands_out_nothing_of_a_damaged_block():
     data[Segment(backend, NAME).extents["fc.prefix"].stop - 1] ^= 1
     backend._values[NAME] = bytes(data)
     seen = []
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         seen.extend(store.read(KEY).stream(["fc.prefix"], batch_rows=10))
     found = np.concatenate([batch["fc.prefix"] for batch in seen])
     assert 0 < len(found) < rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, MissingExtra, MissingRows, StoreError
+from gradkeep.errors import DamagedError, MissingExtraError, MissingRowsError, StoreError
 from gradkeep.store import LocalDisk, Memory, Store
 from gradkeep.store.backends._plain_file import Syscalls
 
@@ -225,9 +225,9 @@ def test_a_damaged_parquet_fails_the_queries_that_need_it_and_no_others(store):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(Damaged, match=file.name):
+    with pytest.raises(DamagedError, match=file.name):
         store.sql("select avg(loss) from samples")
-    with pytest.raises(Damaged, match=file.name):
+    with pytest.raises(DamagedError, match=file.name):
         store.sql("pivot samples on label using count(*)")
     assert len(store.sql("select 'samples', * from runs")) == 1
     assert len(store.sql("select * from captures")) == 1
@@ -236,7 +236,7 @@ def test_a_damaged_parquet_fails_the_queries_that_need_it_and_no_others(store):
 def test_a_damaged_record_fails_only_queries_on_its_table(store):
     store.add_run(gk.store.Run("main"))
     Path(store.location, "runs/main/run.json").write_text("{}")
-    with pytest.raises(Damaged, match=r"runs/main/run\.json"):
+    with pytest.raises(DamagedError, match=r"runs/main/run\.json"):
         store.sql("select * from runs")
     assert len(store.sql("select * from samples")) == 10
 
@@ -252,7 +252,7 @@ def test_a_parquet_that_is_gone_is_derived_again(store):
 def test_lost_rows_are_never_left_out_in_silence(store):
     parquet_of(store).unlink()
     store.backend.move_aside(f"{TRAIN.folder}/seg/000001.safetensors")
-    with pytest.raises(MissingRows, match="000001"):
+    with pytest.raises(MissingRowsError, match="000001"):
         store.sql("select count(*) from samples")
 
 
@@ -299,7 +299,7 @@ def test_a_result_shows_itself_as_a_small_table(store):
 
 def test_a_missing_package_names_the_extra(store, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(MissingExtra, match=r"pip install -e .*\[sql\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e .*\[sql\]"):
         store.sql("select 1")
 
 

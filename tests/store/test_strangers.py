@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, StoreError
+from gradkeep.errors import DamagedError, StoreError
 from gradkeep.store import LocalDisk, _document, gc, verify
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -184,7 +184,7 @@ def test_no_json_is_too_deep_or_too_odd(store, key, text):
 def test_an_odd_identity_is_damage(store, uuid):
     forge(store, "STORE.json", lambda x: {**x, "uuid": uuid})
     assert [item.path for item in verify(store.location).damage] == ["STORE.json"]
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         gk.open(store.location)
 
 
@@ -195,7 +195,7 @@ def test_a_huge_document_is_refused_before_it_is_read(store, monkeypatch):
     monkeypatch.setattr(
         "gradkeep.store.backends._plain_file.PlainFile.read", lambda *_: pytest.fail("it was read")
     )
-    with pytest.raises(Damaged, match="not a document"):
+    with pytest.raises(DamagedError, match="not a document"):
         gk.store.blocks._manifest.load_manifest(store.backend, KEY.folder, 1)
 
 
@@ -218,7 +218,7 @@ def test_a_manifest_names_segments_of_its_own_block_only(store, tmp_path, file):
     forge(store, key, lambda x: {**x, "segments": [{**x["segments"][0], "file": file}]})
     for path in at(store, f"heads/{KEY.folder}").glob("000001-*"):
         path.unlink()
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         store.read(KEY)
     found = verify(store.location, repair=True)
     assert [item.path for item in found.damage] == [key]
@@ -314,7 +314,7 @@ def test_a_pipe_is_not_waited_for(store):
     file = at(store, f"{KEY.folder}/schema.json")
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(Damaged, match="pipe"):
+    with pytest.raises(DamagedError, match="pipe"):
         store.read(KEY)
     assert not verify(store.location).healthy
 
@@ -331,7 +331,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path, key):
         lambda: disk.delete([key], durability="process"),
         lambda: disk.move_aside(key),
     ):
-        with pytest.raises(Damaged, match="out of the store"):
+        with pytest.raises(DamagedError, match="out of the store"):
             way()
     assert (tmp_path / "x").read_text() == "mine"
 

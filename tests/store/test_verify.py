@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import MissingRows, NotAStore
+from gradkeep.errors import MissingRowsError, NotAStoreError
 from gradkeep.store import LocalDisk, gc, verify
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -56,7 +56,7 @@ def test_a_damaged_segment_is_named_moved_and_made_again(store):
     assert verify(store.backend, repair=True).repaired
     missing = verify(store.backend)
     assert "missing" in missing.damage[0].what
-    with pytest.raises(MissingRows, match="run the work again"):
+    with pytest.raises(MissingRowsError, match="run the work again"):
         store.read(KEY).read([2])
     assert store.read(KEY).manifest.rows == 6
     fill(store)
@@ -88,7 +88,7 @@ def test_a_store_is_named_as_it_likes(store):
     for named in (store, store.backend, path, f"file://{store.backend.root}"):
         assert verify(named).healthy
     assert gc(path, dry_run=True) == gc(store, dry_run=True)
-    with pytest.raises(NotAStore):
+    with pytest.raises(NotAStoreError):
         gc(f"{path}-not")
 
 
@@ -125,7 +125,7 @@ def _host():
 
 
 def test_nothing_to_verify(tmp_path):
-    with pytest.raises(NotAStore):
+    with pytest.raises(NotAStoreError):
         verify(LocalDisk(tmp_path / "none"))
 
 
@@ -140,7 +140,7 @@ def test_gc_removes_what_no_kept_version_needs(store):
     assert verify(store.backend).healthy
     assert store.read(KEY).ids.tolist() == [1, 2, 3, 4]
     assert store.read(KEY).column("loss").tolist() == [1, 2, 3, 4]
-    with pytest.raises(MissingRows, match="no version 0"):
+    with pytest.raises(MissingRowsError, match="no version 0"):
         store.read(KEY, version=0)
     assert gc(store).files == ()
 

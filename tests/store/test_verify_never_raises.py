@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import GradkeepError, NotAStore
+from gradkeep.errors import GradkeepError, NotAStoreError
 from gradkeep.store import LocalDisk, Memory, verify
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -94,7 +94,7 @@ def test_a_store_without_its_own_document_is_damaged(store):
     os.unlink(f"{store.location}/STORE.json")
     found = verify(store.location)
     assert [(item.path, "missing" in item.what) for item in found.damage] == [("STORE.json", True)]
-    with pytest.raises(NotAStore):
+    with pytest.raises(NotAStoreError):
         gk.open(store.location)
     verify(store.location, repair=True)
     assert verify(store.location).healthy

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
+from gradkeep.errors import (
+    ConflictError,
+    InvalidRowsError,
+    MissingRowsError,
+    NotSealedError,
+    StoreError,
+    WriteFailedError,
+)
 from gradkeep.store import LocalDisk, Memory, WriterShare
 from gradkeep.store.backends._plain_file import Syscalls
 
@@ -92,23 +99,23 @@ def test_another_order_in_the_second_run_is_noticed(store):
     writer.append(*batch(range(4)))
     writer.close()
     again = store.write(KEY, schema())
-    with pytest.raises(InvalidRows, match="another order"):
+    with pytest.raises(InvalidRowsError, match="another order"):
         again.append(*batch([1, 0, 2, 3]))
 
 
 def test_skipping_rows_that_are_needed_is_refused(store):
     writer = store.write(KEY, schema())
-    with pytest.raises(MissingRows, match="not in the store yet"):
+    with pytest.raises(MissingRowsError, match="not in the store yet"):
         writer.skip([0])
 
 
 def test_closing_with_rows_missing_is_an_error_and_keeps_full_segments(store):
     with (
-        pytest.raises(MissingRows, match="3 rows are missing"),
+        pytest.raises(MissingRowsError, match="3 rows are missing"),
         store.write(KEY, schema()) as writer,
     ):
         writer.append(*batch(range(7)))
-    with pytest.raises(NotSealed, match="live=True"):
+    with pytest.raises(NotSealedError, match="live=True"):
         store.read(KEY)
     assert len(store.read(KEY, live=True)) == 4
     write_all(store)
@@ -118,7 +125,7 @@ def test_closing_with_rows_missing_is_an_error_and_keeps_full_segments(store):
 def test_close_without_seal_tells_of_rows_it_did_not_keep(store):
     writer = store.write(KEY, schema())
     writer.append(*batch([0]))
-    with pytest.raises(MissingRows, match="1 rows were given but not kept"):
+    with pytest.raises(MissingRowsError, match="1 rows were given but not kept"):
         writer.close()
 
 
@@ -152,7 +159,7 @@ def test_an_error_in_the_loop_leaves_what_is_committed(store):
 def test_bad_rows_are_refused_and_change_nothing(store, ids, arrays, words):
     with store.write(KEY, schema(num_examples=50)) as writer:
         good = batch([0, 1])[1]
-        with pytest.raises(InvalidRows, match=words):
+        with pytest.raises(InvalidRowsError, match=words):
             writer.append(ids, {**good, **arrays})
         writer.append(*batch(range(10)))
     assert store.read(KEY).ids.tolist() == list(range(10))
@@ -160,7 +167,7 @@ def test_bad_rows_are_refused_and_change_nothing(store, ids, arrays, words):
 
 def test_a_missing_array_is_named(store):
     writer = store.write(KEY, schema())
-    with pytest.raises(InvalidRows, match=r"missing \['fc.prefix'\]"):
+    with pytest.raises(InvalidRowsError, match=r"missing \['fc.prefix'\]"):
         writer.append([0], {"loss": [0.0]})
 
 
@@ -173,25 +180,28 @@ def test_large_values_whose_sum_overflows_are_no_infinity(store):
 def test_an_id_given_before_is_refused(store):
     writer = store.write(KEY, schema())
     writer.append(*batch([5]))
-    with pytest.raises(InvalidRows, match="id 5"):
+    with pytest.raises(InvalidRowsError, match="id 5"):
         writer.append(*batch([5]))
     writer.append(*batch([6]))
 
 
 def test_too_many_rows_are_refused(store):
     writer = store.write(KEY, schema())
-    with pytest.raises(InvalidRows, match="more rows than the block has"):
+    with pytest.raises(InvalidRowsError, match="more rows than the block has"):
         writer.append(*batch(range(11)))
 
 
 def test_a_sealed_block_grows_only_when_asked(store):
     write_all(store, num_rows=None)
     open_ended = schema(num_rows=None)
-    with pytest.raises(InvalidRows, match="extend=True"), store.write(KEY, open_ended) as writer:
+    with (
+        pytest.raises(InvalidRowsError, match="extend=True"),
+        store.write(KEY, open_ended) as writer,
+    ):
         writer.append(*batch(range(12)))
     with store.write(KEY, open_ended, extend=True) as writer:
         assert writer.position == 10
-        with pytest.raises(InvalidRows, match="given before"):
+        with pytest.raises(InvalidRowsError, match="given before"):
             writer.append(*batch([3]))
         writer.append(*batch([20, 21]))
     assert store.read(KEY).version == 1
@@ -237,7 +247,7 @@ def test_the_same_id_from_two_workers_is_found_at_seal(store):
     one.append(*batch(range(10)))
     two.append(*batch([90, 91, 92, 93, 0, 94, 95, 96, 97, 98]))
     two.close()
-    with pytest.raises(InvalidRows, match="two segments"):
+    with pytest.raises(InvalidRowsError, match="two segments"):
         one.seal()
 
 
@@ -245,7 +255,7 @@ def test_two_writers_of_different_rows_conflict_loudly(store):
     one, two = store.write(KEY, schema()), store.write(KEY, schema())
     one.append(*batch(range(4)))
     one.flush()
-    with pytest.raises(Conflict, match="nothing was overwritten"):
+    with pytest.raises(ConflictError, match="nothing was overwritten"):
         two.append(*batch(range(10, 14)))
 
 
@@ -273,13 +283,13 @@ def test_a_failure_in_the_background_fails_the_next_call_and_close(tmp_path):
     calls.failing = True
     writer.append(*batch(range(3)))
     writer.append(*batch([3]))  # hands the full segment to the background
-    with pytest.raises(WriteFailed, match="disk is full"):
+    with pytest.raises(WriteFailedError, match="disk is full"):
         writer.flush()
-    with pytest.raises(WriteFailed, match="disk is full"):
+    with pytest.raises(WriteFailedError, match="disk is full"):
         writer.append(*batch([4]))
-    with pytest.raises(WriteFailed, match="disk is full"):
+    with pytest.raises(WriteFailedError, match="disk is full"):
         writer.seal()
-    with pytest.raises(WriteFailed, match="disk is full"):
+    with pytest.raises(WriteFailedError, match="disk is full"):
         writer.close()
     calls.failing = False
     write_all(store)
@@ -301,7 +311,7 @@ def test_an_empty_block_can_be_sealed(store):
     assert len(block) == 0
     assert block.column("fc.prefix").shape == (0, 3)
     assert list(block.stream()) == []
-    with pytest.raises(MissingRows):
+    with pytest.raises(MissingRowsError):
         block.read([0])
 
 
@@ -310,9 +320,9 @@ def test_rows_can_be_left_out_and_the_old_version_stays(store):
     store.drop_rows(KEY, [0, 5, 6, 7, 4])
     assert store.read(KEY).ids.tolist() == [1, 2, 3, 8, 9]
     assert store.read(KEY, version=0).ids.tolist() == list(range(10))
-    with pytest.raises(MissingRows, match="id 5"):
+    with pytest.raises(MissingRowsError, match="id 5"):
         store.read(KEY).read([5])
-    with pytest.raises(MissingRows, match="id 5"):
+    with pytest.raises(MissingRowsError, match="id 5"):
         store.drop_rows(KEY, [5])
     assert store.read(KEY).read([9, 1])["loss"].tolist() == [9, 1]
 

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, MissingExtra, MissingRows, NotSealed, StoreError
+from gradkeep.errors import (
+    DamagedError,
+    MissingExtraError,
+    MissingRowsError,
+    NotSealedError,
+    StoreError,
+)
 from gradkeep.store import Bucket, LocalDisk, Memory, zarr_references, zarr_view
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -114,7 +120,7 @@ def test_of_a_block_still_being_written_only_floats_are_shown(store):
     live = store.read(KEY, live=True)
     assert np.array_equal(zarr_view(live, "wide")[:], live.column("wide"))
     for name in ("int64", "uint8", "flag"):
-        with pytest.raises(NotSealed):
+        with pytest.raises(NotSealedError):
             zarr_view(live, name)
     writer.close()
 
@@ -125,7 +131,7 @@ def test_a_segment_that_is_gone_raises_and_is_no_fill_value(store, name):
     view = zarr_view(block, name)
     store.backend.delete([f"{KEY.folder}/seg/000001.safetensors"], durability="process")
     assert len(view[:4]) == 4
-    with pytest.raises(MissingRows):
+    with pytest.raises(MissingRowsError):
         view[:]
 
 
@@ -136,7 +142,7 @@ def test_a_changed_byte_is_noticed(store):
     content[-1] ^= 1  # the last tensor is the last one-byte array
     store.backend.delete([key], durability="process")
     store.backend.put_if_absent(key, [bytes(content)], durability="process")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         zarr_view(block, "uint8")[:]
 
 
@@ -173,5 +179,5 @@ def test_references_need_files():
 def test_without_zarr_the_extra_is_named(monkeypatch):
     block = write(gk.open(Memory()), SHOWN, 4)
     monkeypatch.setitem(sys.modules, "zarr", None)
-    with pytest.raises(MissingExtra, match=r"pip install -e .*\[zarr\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e .*\[zarr\]"):
         zarr_view(block, "loss")

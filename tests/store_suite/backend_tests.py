@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from gradkeep.errors import Conflict
+from gradkeep.errors import ConflictError
 
 if TYPE_CHECKING:
     from gradkeep.store import Backend
@@ -35,7 +35,7 @@ class BackendTests:
         self, backend: Backend, other: bytes
     ) -> None:
         put(backend, "name", b"first")
-        with pytest.raises(Conflict, match="taken"):
+        with pytest.raises(ConflictError, match="taken"):
             put(backend, "name", other)
         assert backend.read("name") == b"first"
 
@@ -48,7 +48,7 @@ class BackendTests:
         assert (opened.size, opened.read(0, 10), opened.map().nbytes) == (0, b"", 0)
         opened.close()
         assert put(backend, "empty") is False
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             put(backend, "empty", b"x")
 
     def test_parts_of_any_kind_and_size_are_joined(self, backend: Backend) -> None:
@@ -193,14 +193,14 @@ class BackendTests:
     def test_finished_writes_leave_nothing_over(self, backend: Backend) -> None:
         put(backend, "a", b"1")
         put(backend, "a", b"1")
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             put(backend, "a", b"2")
         assert list(backend.leftovers(older_than=0.0)) == []
         assert [entry.name for entry in backend.list("")] == ["a"]
 
     def test_messages_name_the_place_and_the_key(self, backend: Backend) -> None:
         put(backend, "a/b", b"1")
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             put(backend, "a/b", b"2")
         assert caught.value.path is not None
         assert caught.value.path.endswith("a/b")
@@ -216,7 +216,7 @@ class BackendTests:
                 together.wait()
                 try:
                     results.append(put(backend, f"prize/{turn}", b"%d" % worker, b"x" * 5000))
-                except Conflict:
+                except ConflictError:
                     results.append(None)
             return results
 
@@ -246,7 +246,7 @@ class BackendTests:
             for _ in range(60):
                 try:
                     put_count += put(backend, "lease", b"%d" % (worker % 2))
-                except Conflict:
+                except ConflictError:
                     continue
                 backend.delete(["lease"], durability="process")
             return put_count

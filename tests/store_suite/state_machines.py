@@ -12,7 +12,14 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import gradkeep.store as gs
-from gradkeep.errors import Conflict, InvalidRows, LeaseLost, MissingRows, NotSealed, StoreError
+from gradkeep.errors import (
+    ConflictError,
+    InvalidRowsError,
+    LeaseLostError,
+    MissingRowsError,
+    NotSealedError,
+    StoreError,
+)
 from store_suite.examples import ExampleRow, batch_of, check, ids_of, schema
 from store_suite.whole_store_tests import KEY, append, holds
 
@@ -89,7 +96,7 @@ class BlockStateMachine(RuleBasedStateMachine):
     def append_a_row_that_is_there(self, data: st.DataObject) -> None:
         assert self.writer is not None
         row = ExampleRow(data.draw(st.sampled_from(sorted(self.taken))))
-        with pytest.raises(InvalidRows):
+        with pytest.raises(InvalidRowsError):
             self.writer.append([row.id], batch_of([row]))
 
     @precondition(lambda self: self.writer is not None)
@@ -107,7 +114,7 @@ class BlockStateMachine(RuleBasedStateMachine):
             with contextlib.suppress(KeyboardInterrupt), self.writer:
                 raise KeyboardInterrupt
         elif self._full() < len(self.given):
-            with pytest.raises(MissingRows):
+            with pytest.raises(MissingRowsError):
                 self.writer.close()
         else:
             self.writer.close()
@@ -156,7 +163,7 @@ class BlockStateMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop_rows_that_are_not_there(self, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.sampled_from([*ids_of(self.newest), _NO_SUCH_ID])))
-        with pytest.raises(MissingRows):
+        with pytest.raises(MissingRowsError):
             self.store.drop_rows(KEY, [*ids, _NO_SUCH_ID])
 
     @precondition(lambda self: self.versions)
@@ -171,7 +178,7 @@ class BlockStateMachine(RuleBasedStateMachine):
         block, there = self.store.read(KEY), {row.id: row for row in self.newest}
         missing = [number for number in ids if number not in there]
         if missing:
-            with pytest.raises(MissingRows):
+            with pytest.raises(MissingRowsError):
                 block.read(ids)
         else:
             check(block.read(ids), [there[number] for number in ids])
@@ -213,7 +220,7 @@ class BlockStateMachine(RuleBasedStateMachine):
             assert block.versions() == sorted(self.versions)
             holds(block, self.newest)
         elif self.begun:
-            with pytest.raises(NotSealed):
+            with pytest.raises(NotSealedError):
                 self.store.read(KEY)
 
     @invariant()
@@ -329,14 +336,14 @@ class RowsStateMachine(RuleBasedStateMachine):
             self.standing[lease.row] = renewed
             self.held.append(renewed)
         else:
-            with pytest.raises(LeaseLost):
+            with pytest.raises(LeaseLostError):
                 self.rows.renew(lease, seconds=_LONG)
 
     @rule(number=st.integers(0, 12), salt=st.integers(0, 1))
     def put(self, number: int, salt: int) -> None:
         row = ExampleRow(number, salt)
         if number >= self.total:
-            with pytest.raises(InvalidRows):
+            with pytest.raises(InvalidRowsError):
                 self.rows.put(number, row.values())
         elif number not in self.done:
             assert self.rows.put(number, row.values()) is True
@@ -344,7 +351,7 @@ class RowsStateMachine(RuleBasedStateMachine):
         elif self.done[number] == row:
             assert self.rows.put(number, row.values()) is False
         else:
-            with pytest.raises(Conflict):
+            with pytest.raises(ConflictError):
                 self.rows.put(number, row.values())
 
     @rule(rows=st.none() | st.sets(st.integers(0, 9), max_size=4))
@@ -367,7 +374,7 @@ class RowsStateMachine(RuleBasedStateMachine):
 
     @rule()
     def shrink(self) -> None:
-        with pytest.raises(InvalidRows):
+        with pytest.raises(InvalidRowsError):
             self.rows.grow(self.total - 1)
 
     @rule(keep=st.integers(1, 3))
@@ -396,7 +403,7 @@ class RowsStateMachine(RuleBasedStateMachine):
             for number in range(self.total + 1):
                 assert handle.has(number) is (number in self.done)
             missing = set(range(self.total + 1)) - set(self.done)
-            with pytest.raises(MissingRows):
+            with pytest.raises(MissingRowsError):
                 handle.read([*ids_of(done), min(missing)])
 
     @invariant()

@@ -10,14 +10,14 @@ import pytest
 
 import gradkeep.store as gs
 from gradkeep.errors import (
-    Conflict,
-    Damaged,
-    InvalidRows,
-    LeaseLost,
-    MissingRows,
-    NotAStore,
-    NotSealed,
-    SchemaMismatch,
+    ConflictError,
+    DamagedError,
+    InvalidRowsError,
+    LeaseLostError,
+    MissingRowsError,
+    NotAStoreError,
+    NotSealedError,
+    SchemaMismatchError,
     StoreError,
 )
 from store_suite.examples import ExampleRow, batch_of, check, check_column, ids_of, schema
@@ -70,7 +70,7 @@ class WholeStoreTests:
         return gs.open(backend, durability="process")
 
     def test_a_store_is_made_once_and_then_opened(self, backend: Backend) -> None:
-        with pytest.raises(NotAStore):
+        with pytest.raises(NotAStoreError):
             gs.open(backend, create=False)
         made = gs.open(backend)
         assert gs.open(backend, create=False).uuid == made.uuid
@@ -78,7 +78,7 @@ class WholeStoreTests:
 
     def test_another_folder_is_not_taken_for_a_store(self, backend: Backend) -> None:
         backend.put_if_absent("holiday.jpg", [b"..."], durability="process")
-        with pytest.raises(NotAStore, match=r"holiday\.jpg"):
+        with pytest.raises(NotAStoreError, match=r"holiday\.jpg"):
             gs.open(backend)
 
     def test_rows_come_back_as_exactly_as_their_encoding_promises(self, store: Store) -> None:
@@ -102,14 +102,14 @@ class WholeStoreTests:
         write(store, SHUFFLED)
         block = store.read(KEY)
         for missing in ([4], [7, 4], [10**9]):
-            with pytest.raises(MissingRows):
+            with pytest.raises(MissingRowsError):
                 block.read(missing)
         found = block.read([4, 7], ["loss", "suffix"], fill=math.nan)
         assert np.isnan(found["loss"][0])
         assert np.isnan(found["suffix"][0]).all()
         assert found["loss"][1] == ExampleRow(7).values()["loss"]
         for fill, name in ((0.0, "loss"), (math.nan, "label"), (math.nan, "tokens")):
-            with pytest.raises(InvalidRows):
+            with pytest.raises(InvalidRowsError):
                 block.read([4], [name], fill=fill)
 
     @pytest.mark.parametrize("kept", range(len(SHUFFLED)))
@@ -119,11 +119,11 @@ class WholeStoreTests:
         writer = store.write(KEY, schema())
         append(writer, SHUFFLED[:kept])
         if kept % 4:
-            with pytest.raises(MissingRows):
+            with pytest.raises(MissingRowsError):
                 writer.close()
         else:
             writer.close()
-        with pytest.raises(NotSealed):
+        with pytest.raises(NotSealedError):
             store.read(KEY)
         full = kept // 4 * 4
         holds(store.read(KEY, live=True), SHUFFLED[:full])
@@ -140,7 +140,7 @@ class WholeStoreTests:
         append(writer, SHUFFLED[:4])
         writer.close()
         again = store.write(KEY, schema())
-        with pytest.raises(InvalidRows, match="order"):
+        with pytest.raises(InvalidRowsError, match="order"):
             append(again, SHUFFLED[::-1])
 
     def test_sealing_again_changes_nothing(self, store: Store) -> None:
@@ -155,16 +155,16 @@ class WholeStoreTests:
     def test_a_block_that_lacks_rows_is_not_sealed(self, store: Store) -> None:
         writer = store.write(KEY, schema(num_rows=6))
         append(writer, SHUFFLED[:5])
-        with pytest.raises(MissingRows, match="1 rows are missing"):
+        with pytest.raises(MissingRowsError, match="1 rows are missing"):
             writer.seal()
-        with pytest.raises(NotSealed):
+        with pytest.raises(NotSealedError):
             store.read(KEY)
 
     def test_an_id_is_taken_once(self, store: Store) -> None:
         writer = store.write(KEY, schema())
         append(writer, SHUFFLED[:5])
         for ids in ([SHUFFLED[2].id], [99, 99], [-1]):
-            with pytest.raises(InvalidRows):
+            with pytest.raises(InvalidRowsError):
                 writer.append(ids, batch_of([ExampleRow(number) for number in range(len(ids))]))
         append(writer, SHUFFLED[5:])
         writer.seal()
@@ -176,7 +176,7 @@ class WholeStoreTests:
         assert write(store, more, extend=True).version == 1
         holds(store.read(KEY), SHUFFLED + more)
         holds(store.read(KEY, version=0), SHUFFLED)
-        with pytest.raises(MissingRows, match="version 2"):
+        with pytest.raises(MissingRowsError, match="version 2"):
             store.read(KEY, version=2)
 
     def test_an_interrupted_extension_resumes(self, store: Store) -> None:
@@ -207,7 +207,7 @@ class WholeStoreTests:
         swapped = [*SHUFFLED[:4], SHUFFLED[5], SHUFFLED[4], *SHUFFLED[6:]]
         other = [*SHUFFLED[:4], ExampleRow(SHUFFLED[4].id, salt=1), *SHUFFLED[5:]]
         for wrong in (swapped, other):
-            with pytest.raises(InvalidRows, match="not the rows"):
+            with pytest.raises(InvalidRowsError, match="not the rows"):
                 write(store, wrong)
             assert not store.backend.exists(key)
         assert write(store, SHUFFLED) == manifest
@@ -219,7 +219,7 @@ class WholeStoreTests:
         left = [row for row in SHUFFLED if row.id not in (3, 8, 70_000)]
         holds(store.read(KEY), left)
         holds(store.read(KEY, version=0), SHUFFLED)
-        with pytest.raises(MissingRows):
+        with pytest.raises(MissingRowsError):
             store.drop_rows(KEY, [3])
         store.drop_rows(KEY, ids_of(left))
         holds(store.read(KEY), [])
@@ -237,7 +237,7 @@ class WholeStoreTests:
         holds(store.read(KEY, version=1), SHUFFLED[1:])
         gs.gc(store)
         holds(store.read(KEY), SHUFFLED[2:])
-        with pytest.raises(MissingRows, match="version 1"):
+        with pytest.raises(MissingRowsError, match="version 1"):
             store.read(KEY, version=1)
         assert gs.gc(store).files == ()
         assert gs.verify(store.backend).healthy
@@ -266,9 +266,9 @@ class WholeStoreTests:
         weights = {"weights": "1a", "seed": 0}
         store.write(KEY, schema(fingerprints=weights)).seal()
         for changed in ({"weights": "2b", "seed": 0}, {"weights": "1a"}, {**weights, "more": 1}):
-            with pytest.raises(SchemaMismatch, match="fingerprint"):
+            with pytest.raises(SchemaMismatchError, match="fingerprint"):
                 store.write(KEY, schema(fingerprints=changed))
-        with pytest.raises(SchemaMismatch, match="rows_per_segment"):
+        with pytest.raises(SchemaMismatchError, match="rows_per_segment"):
             store.write(KEY, schema(8, fingerprints=weights))
         assert store.write(KEY, schema(fingerprints=weights)).seal().version == 0
 
@@ -291,7 +291,7 @@ class WholeStoreTests:
         assert store.checkpoints() == [first, later]
         assert store.blocks() == [KEY, scores]
         assert store.row_sets() == ["masks"]
-        with pytest.raises(SchemaMismatch, match="code"):
+        with pytest.raises(SchemaMismatchError, match="code"):
             store.add_run(gs.Run("main", {"lr": 0.1}, code="other"))
 
     def test_a_changed_byte_is_noticed_named_and_repaired(self, store: Store) -> None:
@@ -303,12 +303,12 @@ class WholeStoreTests:
         store.backend.delete([key], durability="process")
         store.backend.put_if_absent(key, [bytes(flipped)], durability="process")
 
-        with pytest.raises(Damaged) as caught:
+        with pytest.raises(DamagedError) as caught:
             holds(store.read(KEY), SHUFFLED)
         assert caught.value.tensor is not None
         verdict = gs.verify(store.backend, repair=True)
         assert {(item.path, item.tensor) for item in verdict.damage} == {(key, caught.value.tensor)}
-        with pytest.raises(MissingRows):
+        with pytest.raises(MissingRowsError):
             store.read(KEY).read(ids_of(SHUFFLED))
         write(store, SHUFFLED)
         assert store.backend.read(key) == good
@@ -340,26 +340,26 @@ class WholeStoreTests:
         rows = self._rows(store)
         assert rows.put(2, ExampleRow(2).values()) is True
         assert rows.put(2, ExampleRow(2).values()) is False
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             rows.put(2, ExampleRow(2, salt=1).values())
         assert rows.put(2, ExampleRow(2, salt=1).values(), differing="keep") is False
         other_mask = {**ExampleRow(2).values(), "mask": ~ExampleRow(2).values()["mask"]}
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             rows.put(2, other_mask, differing="keep")
         check(rows.read([2]), [ExampleRow(2)])
         for outside in (6, -1):
-            with pytest.raises(InvalidRows):
+            with pytest.raises(InvalidRowsError):
                 rows.put(outside, ExampleRow(0).values())
 
     def test_rows_that_are_not_done_raise_and_only_nan_fills(self, store: Store) -> None:
         rows = self._rows(store)
         rows.put(2, ExampleRow(2).values())
-        with pytest.raises(MissingRows):
+        with pytest.raises(MissingRowsError):
             rows.read([2, 3])
         found = rows.read([3, 2], ["loss"], fill=math.nan)
         assert np.isnan(found["loss"][0])
         assert found["loss"][1] == ExampleRow(2).values()["loss"]
-        with pytest.raises(InvalidRows):
+        with pytest.raises(InvalidRowsError):
             rows.read([3], ["loss"], fill=0.0)
 
     def test_a_claimed_row_is_not_claimed_again_until_its_lease_ends(self, store: Store) -> None:
@@ -374,7 +374,7 @@ class WholeStoreTests:
         assert [lease.row for lease in ended] == [mine[0].row]
         taken_over = store.rows("masks").claim(owner="d")
         assert [lease.row for lease in taken_over] == [mine[0].row]
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             rows.renew(ended[0])
         assert rows.renew(taken_over[0]).row == mine[0].row
 
@@ -384,14 +384,14 @@ class WholeStoreTests:
         (between,) = rows.claim(owner="between")
         rows.release(between)
         (now,) = rows.claim(owner="now")
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             rows.renew(late)
         rows.release(late)
         rows.fail(late, "too late")
         assert rows.claim(owner="next") == []
         assert [(state.state, state.owner) for state in rows.states()] == [("leased", "now")]
         renewed = rows.renew(rows.renew(now))
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             rows.renew(now)
         assert rows.finish(renewed, ExampleRow(0).values())
 
@@ -432,7 +432,7 @@ class WholeStoreTests:
         assert len(rows.packed_rows) == 7
         for row in done:
             assert reader.put(row.id, row.values()) is False
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             reader.put(done[0].id, ExampleRow(done[0].id, salt=1).values())
         assert {lease.row for lease in rows.claim(count=9)} == set(range(9)) - set(ids_of(done))
 
@@ -442,11 +442,11 @@ class WholeStoreTests:
         rows.grow(5)
         assert store.rows("masks").num_rows == 5
         assert {lease.row for lease in rows.claim(count=5)} == {2, 3, 4}
-        with pytest.raises(InvalidRows):
+        with pytest.raises(InvalidRowsError):
             rows.grow(4)
 
     def test_a_set_of_rows_with_another_schema_is_refused(self, store: Store) -> None:
         self._rows(store)
         changed: dict[str, Any] = {"fingerprints": {"data": "other"}}
-        with pytest.raises(SchemaMismatch, match="data"):
+        with pytest.raises(SchemaMismatchError, match="data"):
             store.rows("masks", schema(**changed))

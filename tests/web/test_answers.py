@@ -353,7 +353,7 @@ def test_tokens_carry_what_the_library_says(tmp_path, make_client):
     torch.manual_seed(0)
     model = GPT(vocabulary=20, length=8, dim=8, heads=2, layers=1).eval()
     rows = torch.randint(20, (6, 8))
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     for split, some in (("train", rows), ("test", rows[:2])):
         gk.capture(
             tmp_path,

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
-from gradkeep._display import progress as shown
+from gradkeep._display import progress as short_repr
 from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
 from gradkeep.attribution._question import AttributionQuestion, Method, make_question, options_for
 from gradkeep.attribution._registry import default_method, method_named
@@ -106,7 +106,7 @@ def scores_by_workers(
             progress=told,
         )
     except FarmError as error:
-        raise AttributionError(error.what, found=error.found, fix=error.fix) from error
+        raise AttributionError(error.message, found=error.found, fix=error.fix) from error
     values = zeros_on_disk_or_in_memory(shape)
     several = len(question.checkpoints) > 1
     confidence = np.empty(queries, np.float32)
@@ -239,7 +239,7 @@ def attribute(
         )
     if save is not None:
         check_free(store, save, method=chosen.name, checkpoints=at)
-    with shown(f"attribute by {chosen.name}", "scores") as report:
+    with short_repr(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if (workers is not None or engine is not None) and chosen.about_queries:
             if wants_choice(chosen, told):

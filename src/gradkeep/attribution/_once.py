@@ -10,7 +10,7 @@ import torch
 
 from gradkeep._arguments import checked
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep._display import progress as shown
+from gradkeep._display import progress as short_repr
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
@@ -103,7 +103,7 @@ def attribute_once(
         ready(model),
         in_mode(model, mode),
         buffers_kept(model),
-        shown("attribute once", "rows") as report,
+        short_repr("attribute once", "rows") as report,
     ):
         device = next(model.parameters()).device
         first = rows_of(rows.first, 0, min(4, batch_size(rows.first)))

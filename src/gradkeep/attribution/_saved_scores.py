@@ -9,7 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
-from gradkeep.errors import AttributionError, MissingRows, NotSealed
+from gradkeep.errors import AttributionError, MissingRowsError, NotSealedError
 from gradkeep.store import Array, Schema, ScoresKey
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
         )
     try:
         block = store.read(ScoresKey(name))
-    except NotSealed as error:
+    except NotSealedError as error:
         raise AttributionError(
             f"the scores {name!r} were not written to the end",
             path=error.path,
@@ -167,7 +167,7 @@ def _some_queries(block: Block, ids: Any) -> tuple[Any, dict[str, Any]]:
     wanted = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
     try:
         batch = block.read(wanted)
-    except MissingRows as error:
+    except MissingRowsError as error:
         raise AttributionError("no such query was scored", found=error.found) from error
     found: dict[str, Any] = {part: np.asarray(batch[part]) for part in block.names}
     if "per_layer" in found:

@@ -14,7 +14,7 @@ from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
 from gradkeep.attribution._saved_scores import load_scores, save_scores
-from gradkeep.errors import AttributionError, MissingExtra
+from gradkeep.errors import AttributionError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -278,7 +278,7 @@ class Scores:
         try:
             import pandas
         except ImportError as error:
-            raise MissingExtra("data frames need pandas", fix=install_hint("sql")) from error
+            raise MissingExtraError("data frames need pandas", fix=install_hint("sql")) from error
         rows = pandas.Index(self.query_ids, name="query")
         columns = pandas.Index(self.train_ids, name="train")
         return pandas.DataFrame(self.values, index=rows, columns=columns)
@@ -291,7 +291,7 @@ class Scores:
         try:
             import pyarrow
         except ImportError as error:
-            raise MissingExtra("Arrow tables need pyarrow", fix=install_hint("sql")) from error
+            raise MissingExtraError("Arrow tables need pyarrow", fix=install_hint("sql")) from error
         count = len(self.train_ids) if k is None else min(k, len(self.train_ids))
         parts = []
         for query, row in zip(self.query_ids, self.values, strict=True):
@@ -307,7 +307,9 @@ class Scores:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
+            raise MissingExtraError(
+                "pictures need matplotlib", fix=install_hint("remat")
+            ) from error
         row = self.of(query)
         order = np.argsort(-row, kind="stable")
         order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])

@@ -11,7 +11,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._scores import Scores
-from gradkeep.errors import AttributionError, MissingExtra
+from gradkeep.errors import AttributionError, MissingExtraError
 
 Texts = Sequence[str] | Sequence[Sequence[int]]
 """Texts, or the ids of their tokens."""
@@ -70,7 +70,7 @@ def _cosines(asked: list[list[str]], known: list[list[str]]) -> Any:
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError as error:
-        raise MissingExtra(
+        raise MissingExtraError(
             "similarity of texts needs scikit-learn", fix=install_hint("demo")
         ) from error
     counter = TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
@@ -82,7 +82,7 @@ def _okapi(asked: list[list[str]], known: list[list[str]]) -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise MissingExtra("BM25 needs bm25s", fix=install_hint("text")) from error
+        raise MissingExtraError("BM25 needs bm25s", fix=install_hint("text")) from error
     index = bm25s.BM25()
     index.index(known, show_progress=False)
     vocabulary = {word for row in known for word in row}

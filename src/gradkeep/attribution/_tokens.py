@@ -133,7 +133,7 @@ def attribute_tokens(
     >>> import gradkeep as gk, tempfile, torch
     >>> from gradkeep.data import GPT
     >>> store, model = gk.open(tempfile.mkdtemp()), GPT(vocabulary=9, length=8, dim=4, heads=2)
-    >>> data, task = [{"input_ids": torch.randint(9, (3, 8))}], gk.LanguageModelling()
+    >>> data, task = [{"input_ids": torch.randint(9, (3, 8))}], gk.LanguageModeling()
     >>> _ = gk.capture(store, model, data, task=task, split="train", keep="factors")
     >>> found = gk.attribute_tokens(store, queries="train", ids=[0], train_ids=[2], method="dot")
     >>> whole = gk.attribute(store, queries="train", method="dot").numpy()

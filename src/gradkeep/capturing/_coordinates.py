@@ -33,7 +33,7 @@ from gradkeep.capturing._rows import RowMaker, measured_values, run_tracer, trac
 from gradkeep.capturing._tracer import Reducer
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.capturing.rules._rules import DENSE_RULES
-from gradkeep.errors import CaptureError, NotSealed
+from gradkeep.errors import CaptureError, NotSealedError
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, bits_told, packed_bits
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._weights import BlockProjection, LayerProjection
@@ -188,7 +188,7 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
         return None
     try:
         block = store.read(key)
-    except NotSealed:
+    except NotSealedError:
         return None
     facts: Any = block.schema.fingerprints
     if facts.get("format") != _FORMAT:

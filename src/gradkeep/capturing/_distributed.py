@@ -26,7 +26,7 @@ from gradkeep import farm
 from gradkeep._display import progress as shown
 from gradkeep._surroundings import torch_threads
 from gradkeep.capturing._batches import batch_size, digests
-from gradkeep.capturing._keeping import BatchUnlikeFirst
+from gradkeep.capturing._keeping import BatchMismatchError
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
 from gradkeep.capturing._rows import RowAlarms
@@ -123,7 +123,7 @@ class DistributedCapture:
                 )
             except FarmError as error:
                 raise CaptureError(
-                    f"workers did not finish: {error.what}",
+                    f"workers did not finish: {error.message}",
                     path=replay.store.backend.describe(key.folder),
                     found=error.found,
                     fix="repair what it says and run the same again: whole segments stay, and are "
@@ -131,7 +131,7 @@ class DistributedCapture:
                 ) from error
         examples = [int(number) for number in found["example"]]
         if _UNLIKE_FIRST in examples:
-            raise BatchUnlikeFirst(
+            raise BatchMismatchError(
                 "a batch does not fit what was chosen on the first one",
                 fix="capture without workers=",
             )
@@ -212,7 +212,7 @@ class _RangeJob:
             try:
                 alarms = self.maker.make(range(*self.ranges[number]))
                 example = -1 if alarms.example is None else alarms.example
-            except BatchUnlikeFirst:
+            except BatchMismatchError:
                 alarms, example = RowAlarms(), _UNLIKE_FIRST
             counts = (alarms.rows, alarms.zero, alarms.tiny, example)
             found.append(dict(zip(_COUNTS, counts, strict=True)))

@@ -71,7 +71,7 @@ _FIELDS = dataclasses.fields(Adjustments)
 NO_ADJUSTMENTS = Adjustments()
 
 
-class BatchUnlikeFirst(CaptureError):
+class BatchMismatchError(CaptureError):
     """A batch that the choices made on the first one do not fit; a capture begins again adjusted."""
 
     def __init__(
@@ -373,7 +373,7 @@ def _drop_idle_positions(
         for unit, rows in members.items():
             same = _is_same(pieces[unit].source, pieces[owner].source)
             if unit is not owner and not same and not torch.equal(rows.x, first.x):
-                raise BatchUnlikeFirst(
+                raise BatchMismatchError(
                     f"layers {owner.name} and {unit.name} read the same input in the first batch, "
                     "but not in this one",
                     Adjustments(dense=frozenset({unit.name})),
@@ -417,7 +417,7 @@ def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
     if form.prefix_array is not None and expected.prefix_array is not None:
         form = form.with_prefix(expected.prefix_array)
     if form != expected:
-        raise BatchUnlikeFirst(
+        raise BatchMismatchError(
             f"layer {keeping.unit.name} has another shape in this batch than in the first one",
             Adjustments(dense=frozenset({keeping.unit.name})),
             found=str(form),
@@ -438,7 +438,7 @@ def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
         return rows
     if bool((rows.offsets.diff() == 1).all()):
         return OuterRows(rows.x, rows.g)
-    raise BatchUnlikeFirst(
+    raise BatchMismatchError(
         f"layer {keeping.unit.name} has several positions for a row of this batch",
         Adjustments(ragged=frozenset({keeping.unit.name})),
         fix="begin with a batch of sequences longer than one; or pass "

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 from gradkeep.capturing._batches import batch_size, rows_of
-from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst
+from gradkeep.capturing._keeping import Adjustments, BatchMismatchError
 from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, passed
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
@@ -434,10 +434,10 @@ class RuleProofs:
             raise rows_moved(contradicted)
 
 
-def rows_moved(names: Sequence[str], row: int | None = None) -> BatchUnlikeFirst:
+def rows_moved(names: Sequence[str], row: int | None = None) -> BatchMismatchError:
     """The error about layers whose rows are not where the first batch had them."""
     where = "a later batch" if row is None else f"sample {row}"
-    return BatchUnlikeFirst(
+    return BatchMismatchError(
         f"layer {names[0]}: the gradient of {where} is not autograd's",
         Adjustments(single=frozenset(names)),
         found=f"rows of a later batch that lie elsewhere than those of the first one, in "

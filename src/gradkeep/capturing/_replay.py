@@ -42,7 +42,7 @@ from gradkeep.capturing._first_batch import (
     segment_bytes,
     segment_rows,
 )
-from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
+from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchMismatchError
 from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._moments import FirstMoments
 from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
@@ -175,7 +175,7 @@ class Replay:
         while True:
             try:
                 captured = self._attempt(key, step, lr, distributed, adjustments)
-            except BatchUnlikeFirst as error:
+            except BatchMismatchError as error:
                 more = adjustments | error.adjustments
                 earlier = earlier_run(self.store, key)
                 if earlier is not None and earlier.sealed:
@@ -188,7 +188,7 @@ class Replay:
                     continue
                 if error.candidates:
                     more |= Adjustments(late=self._used_layers(error.candidates))
-                _log.info("beginning again, as %s", error.what)
+                _log.info("beginning again, as %s", error.message)
                 if earlier is not None:
                     more |= earlier.adjustments
                     self.store.delete(key)

@@ -14,7 +14,7 @@ import torch
 
 from gradkeep.capturing._batches import rows_of
 from gradkeep.capturing._keeping import Adjustments
-from gradkeep.errors import CaptureError, NotSealed
+from gradkeep.errors import CaptureError, NotSealedError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._gradients import gradients_of
 
@@ -175,7 +175,7 @@ def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
         return None
     try:
         block, sealed = store.read(key), True
-    except NotSealed:
+    except NotSealedError:
         block, sealed = store.read(key, live=True), False
     known = "example" in block.names
     contents = RowFingerprints.of(*(block.ids, block.column("example")) if known else ([], []))

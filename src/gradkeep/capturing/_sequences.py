@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gradkeep.capturing._batches import rows_of, to_device
 from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready
-from gradkeep.capturing.tasks._language import LanguageModelling, has_decoder
+from gradkeep.capturing.tasks._language import LanguageModeling, has_decoder
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class SequenceChecks:
 
     def check(self, ids: Ids, batch: Any) -> None:
         """Raise for the first row with an unknown token, too many tokens, or no label to learn."""
-        is_language = isinstance(self.task, LanguageModelling)
+        is_language = isinstance(self.task, LanguageModeling)
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if tokens is None and is_language:
             tokens = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -361,11 +361,11 @@ class SequenceChecks:
                 fix="truncate, or cut documents into chunks, as in training",
             )
         # Other tasks make losses of something else.
-        if is_language and type(self.task).measure is LanguageModelling.measure:
+        if is_language and type(self.task).measure is LanguageModeling.measure:
             self._check_labels(ids, batch)
 
     def _check_labels(self, ids: Ids, batch: Any) -> None:
-        assert isinstance(self.task, LanguageModelling)
+        assert isinstance(self.task, LanguageModeling)
         targets, ignored = self.task.targets(batch), self.task.ignore_index
         if not isinstance(targets, torch.Tensor) or targets.dim() != 2:
             return
@@ -393,7 +393,7 @@ class SequenceChecks:
 
 def sequence_checks(model: nn.Module, task: Task) -> SequenceChecks:
     """The model's limits, as far as they are known without running it."""
-    if isinstance(task, LanguageModelling) and has_decoder(model):
+    if isinstance(task, LanguageModeling) and has_decoder(model):
         task = dataclasses.replace(task, shift=False)
     table: Any = None
     with contextlib.suppress(AttributeError, NotImplementedError):

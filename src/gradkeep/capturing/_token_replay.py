@@ -194,7 +194,7 @@ class _TokenReplay:
             raise CaptureError(
                 "the task has no tokens to tell apart",
                 found=tracer.task.describe(),
-                fix="gk.LanguageModelling, or a task whose measure gives tokens [B, T]",
+                fix="gk.LanguageModeling, or a task whose measure gives tokens [B, T]",
             )
         fill(calls, target)
         by_module, tokens = calls_by_module(calls), measured.tokens.shape[1]

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradkeep.capturing._batches import batch_size, to_device
-from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst, in_form
+from gradkeep.capturing._keeping import Adjustments, BatchMismatchError, in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.capturing.rules._rules import (
@@ -313,7 +313,7 @@ class Tracer:
         try:
             with within(own):
                 return self._run(own, None, reducer, light)
-        except _Unproved as unproved:
+        except _UnprovedError as unproved:
             ran = unproved.ran
         assert self.proofs is not None
         rules = self.proofs.prove(self, self.units, batch_copy(), ran)
@@ -340,7 +340,9 @@ class Tracer:
         if rules is None:
             rules = proofs.rules(self.units, by_module, rows)
             if rules is None:
-                raise _Unproved([u for u in self.units if any(m in by_module for m in u.modules)])
+                raise _UnprovedError(
+                    [u for u in self.units if any(m in by_module for m in u.modules)]
+                )
         else:
             proofs.add(rules, by_module, rows)
         pieces: dict[LayerUnit, LayerGradients] = {}
@@ -354,7 +356,7 @@ class Tracer:
         unused = [unit for unit in self.unused if unit not in self.aside]
         late = [unit for unit in unused if passed(unit, by_module)]
         if late:
-            raise BatchUnlikeFirst(
+            raise BatchMismatchError(
                 f"layer {late[0].name} is used by this batch, but not by the first one",
                 Adjustments(late=frozenset(unit.name for unit in late)),
                 frozenset(unit.name for unit in unused),
@@ -439,7 +441,7 @@ class Tracer:
         return measured, outputs
 
 
-class _Unproved(Exception):
+class _UnprovedError(Exception):
     """A batch shows a pattern of calls that no rule is proved for."""
 
     def __init__(self, ran: list[LayerUnit]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep import _arguments
-from gradkeep._arguments import one_of, shown
+from gradkeep._arguments import one_of, short_repr
 from gradkeep.cli._files import input_text
 from gradkeep.cli._imports import import_object
 from gradkeep.cli._options import JsonOption, WorkerOptions, print_json
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _TASKS = {
     "classification": "Classification",
     "regression": "Regression",
-    "language-modelling": "LanguageModelling",
+    "language-modeling": "LanguageModeling",
 }
 
 
@@ -99,7 +99,7 @@ class CaptureConfig:
             task = _call(getattr(gk, _TASKS[name]), options, where="task")
         else:
             expected = f"{', '.join(_TASKS)} or module:Class"
-            raise CaptureError(f"unknown task {shown(name)}", expected=expected)
+            raise CaptureError(f"unknown task {short_repr(name)}", expected=expected)
         return _arguments.instance("task", task, gk.Task, error=CaptureError, expected="a gk.Task")
 
     def loader(self, split: str) -> DataLoader[Any]:
@@ -110,7 +110,7 @@ class CaptureConfig:
 
         if split not in self.data:
             splits = ", ".join(map(str, self.data)) or "none"
-            raise CaptureError(f"no data for {shown(split)}", found=splits)
+            raise CaptureError(f"no data for {short_repr(split)}", found=splits)
         options = _named(f"data: {split}", self.data[split])
         source = options.pop("from", None)
         limit = options.pop("rows", None)
@@ -173,7 +173,7 @@ def read_config(path: str) -> CaptureConfig:
         if key not in known:
             near = difflib.get_close_matches(str(key)[:80], known, n=2)
             raise CaptureError(
-                f"unknown key {shown(key)}",
+                f"unknown key {short_repr(key)}",
                 path=path,
                 expected=", ".join(known),
                 fix=f"did you mean {' or '.join(near)}?" if near else None,
@@ -183,7 +183,9 @@ def read_config(path: str) -> CaptureConfig:
         raise CaptureError(f"the key {missing[0]!r} is missing", path=path)
     for key in ("model", "data", "checkpoints"):
         if not isinstance(content.get(key, {}), Mapping):
-            raise CaptureError(f"{key} must be a mapping", path=path, found=shown(content[key]))
+            raise CaptureError(
+                f"{key} must be a mapping", path=path, found=short_repr(content[key])
+            )
     for key, check in _CHECKS.items():
         if key in content:
             content[key] = check(key, content[key])
@@ -222,7 +224,7 @@ def first_batch(loader: DataLoader[Any]) -> Any:
 def _named(where: str, value: object) -> dict[str, Any]:
     """Validate a mapping of names, which become keyword arguments."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise CaptureError(f"{where} must be a mapping of names", found=shown(value))
+        raise CaptureError(f"{where} must be a mapping of names", found=short_repr(value))
     return dict(value)
 
 

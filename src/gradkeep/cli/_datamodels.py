@@ -27,7 +27,7 @@ from gradkeep.cli._options import (
     WorkerOptions,
     print_json,
 )
-from gradkeep.errors import DatamodelsError, NotAStore
+from gradkeep.errors import DatamodelsError, NotAStoreError
 
 if TYPE_CHECKING:
     from gradkeep.farm._run import Failure, Outcome, Progress
@@ -272,7 +272,7 @@ def open_models(store: str) -> Store:
 
     try:
         return stores.open(store, create=False)
-    except NotAStore as error:
+    except NotAStoreError as error:
         if not (Path(store) / "_completed.npy").is_file():
             raise
         raise DatamodelsError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._arguments import shown, whole_numbers
+from gradkeep._arguments import short_repr, whole_numbers
 from gradkeep.cli._datamodels import NameOption, open_models
 from gradkeep.cli._files import MAX_COUNT, MAX_WORKERS, input_file, input_text
 from gradkeep.cli._imports import load_object
@@ -276,7 +276,7 @@ def _numbers(what: str, given: str | None) -> list[int]:
         numbers = [int(word) for word in (given or "").split(",")]
     except ValueError:
         raise DatamodelsError(
-            f"--{what} must be whole numbers", found=shown(given), fix=f"--{what} 0,3,7"
+            f"--{what} must be whole numbers", found=short_repr(given), fix=f"--{what} 0,3,7"
         ) from None
     return list(whole_numbers(what, numbers, error=DatamodelsError).tolist())
 

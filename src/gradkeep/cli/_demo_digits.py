@@ -22,7 +22,7 @@ from gradkeep._surroundings import torch_threads
 from gradkeep.cli._evaluation_output import ResultOptions, save_evaluations
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
-from gradkeep.errors import MissingExtra
+from gradkeep.errors import MissingExtraError
 from gradkeep.evaluate import Recipe, ground_truth, judge_methods
 from gradkeep.store import LocalDisk, verify
 
@@ -138,7 +138,7 @@ def write_page(store: gk.Store, path: Path, say: Callable[[str], None]) -> None:
     """The same story in one file for a browser, where the packages for it are there."""
     try:
         from gradkeep.web._report import write_report
-    except MissingExtra as error:
+    except MissingExtraError as error:
         say(f"report     not written: {error.fix}")
         return
     written = write_report(store, path)

@@ -120,7 +120,7 @@ def _capture(
     store: gk.Store, documents: PlantedDocuments, model: GPT, say: Callable[[str], None]
 ) -> None:
     """Keep some kilobytes of every document's gradient, and those of the questions unrounded."""
-    task = gk.LanguageModelling()
+    task = gk.LanguageModeling()
     train = gk.capture(
         store,
         model,
@@ -141,7 +141,7 @@ def _capture(
         store,
         model,
         [batch | {"asked": spans}],
-        task=gk.LanguageModelling(span="asked"),
+        task=gk.LanguageModeling(span="asked"),
         split="test",
         checkpoints=f"epoch-{KEPT}",
         keep="queries",
@@ -195,7 +195,7 @@ def _tokens(
         train_ids=[best],
         model=model,
         loader=documents.batches(),
-        task=gk.LanguageModelling(),
+        task=gk.LanguageModeling(),
         columns=documents.columns,
     )
     ids = documents.batch([best])["input_ids"][0].tolist()

@@ -129,7 +129,8 @@ def _print_error(text: str, fields: dict[str, Any], *, as_json: bool) -> None:
 def _error_fields(error: GradkeepError) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
-        "message": error.what,
+        "code": error.code,
+        "message": error.message,
         "path": error.path,
         "found": None if error.found is None else str(error.found).strip(),
         "expected": None if error.expected is None else str(error.expected),

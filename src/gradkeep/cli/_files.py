@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gradkeep._arguments import shown
+from gradkeep._arguments import short_repr
 
 if TYPE_CHECKING:
     from gradkeep.errors import GradkeepError
@@ -105,7 +105,7 @@ def input_text(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> s
 def _stat(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> os.stat_result | None:
     text = os.fspath(path)
     if not text or "\0" in text:
-        raise error("invalid path", found=shown(text))
+        raise error("invalid path", found=short_repr(text))
     try:
         return os.stat(text)
     except (FileNotFoundError, NotADirectoryError):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._arguments import shown
+from gradkeep._arguments import short_repr
 from gradkeep._surroundings import enclosing_store
 from gradkeep.cli._errors import is_user_code
 from gradkeep.cli._files import input_file, input_text
@@ -33,7 +33,7 @@ def import_object(source: str, folder: str, *, error: type[GradkeepError]) -> An
     """
     module, _, name = source.partition(":")
     if not name or not all(part.isidentifier() for part in module.split(".")):
-        raise error(f"cannot import {shown(source)}", expected="module:name")
+        raise error(f"cannot import {short_repr(source)}", expected="module:name")
     *packages, last = module.split(".")
     for file in (Path(folder, *packages, f"{last}.py"), Path(folder, *packages, last)):
         if file.exists():
@@ -44,7 +44,7 @@ def import_object(source: str, folder: str, *, error: type[GradkeepError]) -> An
         except (ImportError, AttributeError) as problem:
             if is_user_code(problem):
                 raise
-            raise error(f"cannot import {shown(source)}", found=str(problem)) from problem
+            raise error(f"cannot import {short_repr(source)}", found=str(problem)) from problem
 
 
 def load_object(source: str, kind: type, *, error: type[GradkeepError]) -> Any:
@@ -102,7 +102,7 @@ def script_exit_error(
     script: str | os.PathLike[str], problem: SystemExit, error: type[GradkeepError]
 ) -> GradkeepError:
     """Build the error about a script that calls `sys.exit`."""
-    code = "" if problem.code is None else shown(problem.code)
+    code = "" if problem.code is None else short_repr(problem.code)
     return error(
         f"the script called sys.exit({code})",
         path=script,
@@ -132,7 +132,7 @@ def read_numbers(path: str, *, columns: int) -> Any:
             raise EvaluationError(
                 f"line {number} must start with {columns} whole number{'s' * (columns > 1)}",
                 path=path,
-                found=shown(line),
+                found=short_repr(line),
             )
         rows.append(values)
     if not rows:
@@ -151,13 +151,15 @@ def load_recipe(source: str | None, store: Store | None) -> Recipe:
                 known = gk.evaluate.load_truth(store).recipe
         raise EvaluationError(
             "training needs --recipe module:name or file.py:name, a gk.evaluate.Recipe",
-            found=None if known is None else f"the store names {shown(known)}, which is not run",
+            found=None
+            if known is None
+            else f"the store names {short_repr(known)}, which is not run",
             fix="pass --recipe with your own code, or with code that you have read",
         )
     recipe = load_object(source, gk.evaluate.Recipe, error=EvaluationError)
     if not isinstance(recipe, gk.evaluate.Recipe):
         raise EvaluationError(
-            f"{shown(source)} is not a recipe",
+            f"{short_repr(source)} is not a recipe",
             found=type(recipe).__name__,
             expected="a gk.evaluate.Recipe, or a function that returns one",
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradkeep._arguments import shown
+from gradkeep._arguments import short_repr
 from gradkeep.cli._errors import INCOMPLETE
 from gradkeep.cli._files import MAX_COUNT, input_file, output_folder
 from gradkeep.cli._options import JsonOption, print_json, split_words
@@ -84,7 +84,7 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
         w.isdecimal() and len(w) < 11 and 1 <= int(w) <= MAX_COUNT for w in words
     ):
         raise CaptureError(
-            f"--{flag} cannot be {shown(text)}",
+            f"--{flag} cannot be {short_repr(text)}",
             expected="comma-separated whole numbers from 1",
             fix=f"for example --{flag} 1000,5000",
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._arguments import shown
+from gradkeep._arguments import short_repr
 from gradkeep._display import progress
 from gradkeep.cli._files import MAX_WORKERS, input_file, output_folder
 from gradkeep.cli._options import JsonOption, parse_pairs, print_json, split_words
@@ -343,6 +343,8 @@ def _numbers(text: str) -> list[float]:
         ratios = []
     if not ratios or not all(0 < ratio <= 1000 for ratio in ratios):
         raise RematError(
-            "ratios must be comma-separated numbers above 0", found=shown(text), expected=_RATIOS
+            "ratios must be comma-separated numbers above 0",
+            found=short_repr(text),
+            expected=_RATIOS,
         )
     return ratios

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep._arguments import shown
+from gradkeep._arguments import short_repr
 from gradkeep._display import progress
 from gradkeep._surroundings import install_hint
 from gradkeep.cli._files import input_file, output_file
 from gradkeep.cli._imports import load_object, load_recipe
 from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
-from gradkeep.errors import DataError, MissingExtra, RematError, StoreError
+from gradkeep.errors import DataError, MissingExtraError, RematError, StoreError
 
 DataOption = Annotated[
     str | None,
@@ -98,7 +98,7 @@ def _web_module(name: str) -> Any:
         if (error.name or "").startswith("gradkeep"):
             raise
         what = "the web UI needs fastapi and uvicorn"
-        raise MissingExtra(what, fix=install_hint("web")) from error
+        raise MissingExtraError(what, fix=install_hint("web")) from error
 
 
 def _page_arguments(
@@ -118,7 +118,7 @@ def _load_preview(source: str) -> Any:
     previews = preview.values() if isinstance(preview, dict) else [preview]
     if not all(isinstance(one, Preview) for one in previews):
         raise DataError(
-            f"{shown(source)} is not a preview of rows",
+            f"{short_repr(source)} is not a preview of rows",
             found=type(preview).__name__,
             expected="a gk.Preview, one for each split, or a function that returns either",
         )

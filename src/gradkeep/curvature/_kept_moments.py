@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from gradkeep.errors import NotSealed
+from gradkeep.errors import NotSealedError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.store import Array, Schema, Store
@@ -89,7 +89,7 @@ class KeptMoments:
         """Those of a capture; None if there are none, or none that this version knows."""
         if not store.has(key.moments):
             return None
-        with contextlib.suppress(NotSealed):
+        with contextlib.suppress(NotSealedError):
             block = store.read(key.moments)
             facts = block.schema.fingerprints
             if facts.get("format") != _FORMAT:

@@ -306,7 +306,7 @@ class GradientSketch:
 def sketch_of(projection: Projection, model: object) -> GradientSketch:
     """The sketch of a model, kept for the next batch."""
     if not isinstance(model, Hashable):
-        raise _arguments.refused(
+        raise _arguments.argument_error(
             "model", model, error=AttributionError, expected="a number, a text or the like"
         )
     return _kept_sketch(projection, model)

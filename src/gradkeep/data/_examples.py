@@ -13,7 +13,7 @@ import xxhash
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields, checked
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import DataError, MissingExtra
+from gradkeep.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ def check_name(path: Path, name: str) -> None:
     """Refuse what no file can be called, before the system does."""
     longest = max(len(os.fsencode(part)) for part in (*path.parts, name, "."))
     if longest > 255 or not _arguments.writable(f"{path}{name}"):
-        raise DataError("no file has such a name", found=_arguments.shown(name or str(path)))
+        raise DataError("no file has such a name", found=_arguments.short_repr(name or str(path)))
 
 
 def known_name(
@@ -45,7 +45,7 @@ def known_name(
         return name
     near = difflib.get_close_matches(str(name)[:200], names, n=3, cutoff=0.4)
     raise DataError(
-        f"there is no such {what}: {_arguments.shown(name)}; expected {', '.join(near or names)}",
+        f"there is no such {what}: {_arguments.short_repr(name)}; expected {', '.join(near or names)}",
         path=path,
         fix=fix,
     )
@@ -232,7 +232,9 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     try:
         import sklearn.datasets
     except ImportError as error:
-        raise MissingExtra("the digits come with scikit-learn", fix=install_hint("demo")) from error
+        raise MissingExtraError(
+            "the digits come with scikit-learn", fix=install_hint("demo")
+        ) from error
     data = sklearn.datasets.load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(data.target))

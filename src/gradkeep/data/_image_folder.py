@@ -12,7 +12,7 @@ import numpy as np
 from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.data._examples import Scaling, check_name
-from gradkeep.errors import DataError, MissingExtra
+from gradkeep.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def load_image_folder(
     try:
         import PIL.Image  # noqa: F401 - here rather than at the first picture
     except ImportError as error:
-        raise MissingExtra(
+        raise MissingExtraError(
             "pictures in folders are decoded by Pillow", fix=install_hint("images")
         ) from error
     for name, side in (("resize", resize), ("crop", crop)):

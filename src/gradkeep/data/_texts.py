@@ -97,7 +97,7 @@ class Vocabulary:
 def _listed(values: Iterable[Any]) -> Any:
     """The values in memory; arrays and tensors as they are."""
     if getattr(values, "shape", None) == ():
-        raise _arguments.refused("it", values, error=DataError, expected="several, not one")
+        raise _arguments.argument_error("it", values, error=DataError, expected="several, not one")
     return values if hasattr(values, "shape") else list(values)
 
 

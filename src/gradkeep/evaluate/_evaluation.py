@@ -15,7 +15,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import EvaluationError, MissingExtra, NotSealed, SchemaMismatch
+from gradkeep.errors import EvaluationError, MissingExtraError, NotSealedError, SchemaMismatchError
 from gradkeep.store import Array, EvaluationKey, Schema, Store
 from gradkeep.store import open as open_store
 
@@ -270,7 +270,9 @@ class Evaluation:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
+            raise MissingExtraError(
+                "pictures need matplotlib", fix=install_hint("remat")
+            ) from error
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
         if self.curve is not None:
@@ -431,7 +433,7 @@ def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
                 out.append(np.zeros(1, np.int64), {part: v[None] for part, v in values.items()})
             else:
                 out.skip(np.zeros(1, np.int64))
-    except SchemaMismatch as error:
+    except SchemaMismatchError as error:
         raise EvaluationError(
             f"another evaluation is saved as {name!r}",
             path=error.path,
@@ -452,7 +454,7 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
         )
     try:
         block = store.read(EvaluationKey(name))
-    except NotSealed as error:
+    except NotSealedError as error:
         raise EvaluationError(
             f"the evaluation {name!r} was not written to the end", path=error.path, fix="save again"
         ) from error

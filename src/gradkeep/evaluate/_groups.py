@@ -15,7 +15,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
+from gradkeep.errors import EvaluationError, GradkeepError, MissingExtraError
 from gradkeep.evaluate._lds import places_of
 from gradkeep.evaluate._verified import verify_rows
 from gradkeep.query import gradients
@@ -193,7 +193,7 @@ def _clusters(distances: AnyArray) -> AnyArray:
     try:
         from sklearn.cluster import HDBSCAN
     except ImportError as error:
-        raise MissingExtra("groups need scikit-learn", fix=install_hint("demo")) from error
+        raise MissingExtraError("groups need scikit-learn", fix=install_hint("demo")) from error
     if len(distances) < 2 * _LEAST:
         return np.full(len(distances), 0 if len(distances) >= _LEAST else -1)
     even = np.clip((distances + distances.T) / 2, 0, 2)

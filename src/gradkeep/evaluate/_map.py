@@ -11,7 +11,7 @@ from gradkeep import _arguments
 from gradkeep._surroundings import install_hint
 from gradkeep.curvature._project import project
 from gradkeep.curvature._sketches import Projection
-from gradkeep.errors import EvaluationError, MissingExtra
+from gradkeep.errors import EvaluationError, MissingExtraError
 from gradkeep.query import gradients
 from gradkeep.store import open as open_store
 
@@ -175,7 +175,7 @@ def _clustered(along: AnyArray, count: int, seed: int) -> AnyArray:
     try:
         from sklearn.cluster import KMeans
     except ImportError as error:
-        raise MissingExtra("clusters need scikit-learn", fix=install_hint("demo")) from error
+        raise MissingExtraError("clusters need scikit-learn", fix=install_hint("demo")) from error
     count = min(count, len(np.unique(along, axis=0)))
     marks = KMeans(count, n_init=4, random_state=seed).fit_predict(along)
     sizes = np.bincount(marks, minlength=count)

@@ -490,14 +490,14 @@ def form_to_fields(form: Form[Any]) -> dict[str, Any]:
 def form_of_kinds(fields: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> Any:
     """The form from its JSON fields, if it is of one of these kinds."""
     if not isinstance(fields, Mapping):
-        raise _arguments.refused(
+        raise _arguments.argument_error(
             "fields", fields, error=QueryError, expected="a mapping from names"
         )
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise QueryError(
             "factors are kept in a form that this version does not know",
-            found=_arguments.shown(kind),
+            found=_arguments.short_repr(kind),
             expected=f"one of {', '.join(kinds)}",
             fix="upgrade gradkeep, or capture again",
         )
@@ -512,7 +512,7 @@ def form_of_kinds(fields: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> 
     except (TypeError, ValueError, RecursionError) as error:
         raise QueryError(
             f"the form {kind!r} of a layer is not as it is written",
-            found=_arguments.shown(dict(fields)),
+            found=_arguments.short_repr(dict(fields)),
             fix="gradkeep verify STORE, or capture again",
         ) from error
     return made

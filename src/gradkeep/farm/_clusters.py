@@ -161,7 +161,7 @@ class Slurm:
         _arguments.text("folder", self.folder, error=FarmError)
         _arguments.text("cluster", self.cluster, error=FarmError)
         if not isinstance(self.parameters, Mapping):
-            raise _arguments.refused(
+            raise _arguments.argument_error(
                 "parameters", self.parameters, error=FarmError, expected="a mapping from names"
             )
 

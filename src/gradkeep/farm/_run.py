@@ -16,7 +16,7 @@ import xxhash
 import gradkeep.store as stores
 from gradkeep import _arguments
 from gradkeep._arguments import checked
-from gradkeep.errors import Conflict, FarmError, GradkeepError, StoreError
+from gradkeep.errors import ConflictError, FarmError, GradkeepError, StoreError
 from gradkeep.farm._clusters import RayCluster, Slurm
 from gradkeep.farm._job import Job, JobSpec, check_workers, packed
 from gradkeep.farm._local import LocalProcesses
@@ -173,7 +173,7 @@ def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     2
     """
     if not isinstance(name, str) or name not in _ENGINES:
-        found = _arguments.shown(name)
+        found = _arguments.short_repr(name)
         raise FarmError("no such engine", found=found, expected=", ".join(_ENGINES))
     kind = _ENGINES[name]
     known = [item.name for item in dataclasses.fields(kind)]
@@ -197,7 +197,7 @@ def check_place(workers: int | None, engine: object, *, least: int = 0) -> None:
     if workers is not None:
         check_workers(workers, least=least)
     if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
-        raise _arguments.refused(
+        raise _arguments.argument_error(
             "engine", engine, error=FarmError, expected="farm.engine(...), or your own with run()"
         )
 
@@ -267,7 +267,7 @@ def run(
     else:
         _check_shared(store)
         place.run(spec, report)
-    with contextlib.suppress(Conflict):
+    with contextlib.suppress(ConflictError):
         opened.compact()
     states = opened.states(max_attempts=spec.max_attempts)
     if progress is not None:

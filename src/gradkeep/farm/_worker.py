@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from gradkeep.errors import FarmError, GradkeepError, LeaseLost, StoreError, WriteFailed
+from gradkeep.errors import FarmError, GradkeepError, LeaseLostError, StoreError, WriteFailedError
 from gradkeep.store.rows._rows import shortened
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Puller:
                 )
         except (Exception, SystemExit) as error:
             # A full disk may have room again; what else is raised on purpose would end the same.
-            final = isinstance(error, GradkeepError) and not isinstance(error, WriteFailed)
+            final = isinstance(error, GradkeepError) and not isinstance(error, WriteFailedError)
             if final and not self.spec.retry_errors:
                 self._final = error
                 return shortened(str(error))
@@ -272,7 +272,7 @@ class Puller:
         if error is None:
             try:
                 self.rows.finish(lease, result[0])
-            except WriteFailed:
+            except WriteFailedError:
                 # The place is full or gone, which no other row would change.
                 self.rows.release(lease)
                 raise
@@ -399,7 +399,7 @@ class LeaseKeeper:
                 # later beat may succeed.
                 try:
                     self._leases[row] = self._rows.renew(lease, seconds=spec.lease_seconds)
-                except (LeaseLost, StoreError, OSError) as error:
+                except (LeaseLostError, StoreError, OSError) as error:
                     _log.info("row %d: %s", row, error)
             self._beat(list(self._leases.values()))
 

@@ -13,7 +13,7 @@ from gradkeep import _arguments, remat
 from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._suspects import suspects
-from gradkeep.errors import GradkeepError, MissingExtra, StoreError
+from gradkeep.errors import GradkeepError, MissingExtraError, StoreError
 from gradkeep.evaluate import evaluations
 from gradkeep.store import open as open_store
 
@@ -62,7 +62,7 @@ def write_tensorboard(
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise MissingExtra(
+        raise MissingExtraError(
             "event files need tensorboard", fix=install_hint("tensorboard")
         ) from error
     found = logged(opened, suspected=suspected, budget=budget)
@@ -95,12 +95,14 @@ def write_wandb(
     """
     _check(suspected, budget)
     if not callable(getattr(run, "log", None)) or not hasattr(run, "summary"):
-        raise _arguments.refused("run", run, error=StoreError, expected="what wandb.init() returns")
+        raise _arguments.argument_error(
+            "run", run, error=StoreError, expected="what wandb.init() returns"
+        )
     opened = open_store(store, create=False)
     try:
         wandb = importlib.import_module("wandb")
     except ImportError as error:
-        raise MissingExtra("this needs wandb", fix=install_hint("wandb")) from error
+        raise MissingExtraError("this needs wandb", fix=install_hint("wandb")) from error
     found = logged(opened, suspected=suspected, budget=budget)
     by_step: dict[int, dict[str, Any]] = {}
     for tag, value, step in found.scalars:

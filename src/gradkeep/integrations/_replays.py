@@ -11,7 +11,7 @@ import torch
 import gradkeep.store as gs
 from gradkeep._surroundings import install_hint
 from gradkeep.capturing._capture import capture
-from gradkeep.errors import CaptureError, MissingExtra
+from gradkeep.errors import CaptureError, MissingExtraError
 
 if TYPE_CHECKING:
     import os
@@ -121,7 +121,7 @@ def base(module: str, name: str) -> type:
 def need(found: type, extra: str) -> None:
     """Raise if the class to derive from is missing."""
     if found is object:
-        raise MissingExtra(
+        raise MissingExtraError(
             f"this callback is for {extra}, which is not installed",
             fix=install_hint(extra),
         )

@@ -14,7 +14,7 @@ import xxhash
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._budgets import format_bytes
-from gradkeep.errors import NotSealed, QueryError, StoreError
+from gradkeep.errors import NotSealedError, QueryError, StoreError
 from gradkeep.query._engine import GradientPair, ProductEngine
 from gradkeep.query._small_codes import BESIDE, SmallCodes, coordinates_of
 from gradkeep.store import Array, BasisKey, Schema, Store
@@ -156,7 +156,7 @@ class _CodeMaking:
 
     def _sealed(self, key: BasisKey) -> Block | None:
         if self._store.has(key):
-            with contextlib.suppress(NotSealed):
+            with contextlib.suppress(NotSealedError):
                 return self._store.read(key)
         return None
 

@@ -11,7 +11,7 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
-from gradkeep.errors import MissingRows, NotSealed, QueryError
+from gradkeep.errors import MissingRowsError, NotSealedError, QueryError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._layers import select_layers
 from gradkeep.store import CaptureKey, Store
@@ -156,7 +156,7 @@ class Gradients:
         wanted = _arguments.whole_numbers("ids", ids, error=QueryError, least=-_arguments.LARGEST)
         try:
             return self.block.positions(wanted)
-        except MissingRows as error:
+        except MissingRowsError as error:
             raise QueryError(
                 f"{error.found} in {self.key.split}",
                 found=f"ids {self.ids[:3].tolist()} ... {self.ids[-1:].tolist()}",
@@ -270,7 +270,7 @@ def open_capture(store: Store, key: CaptureKey) -> Block:
         raise _no_capture(store, key.split, key.checkpoint, key.run)
     try:
         return store.read(key)
-    except NotSealed as error:
+    except NotSealedError as error:
         raise QueryError(
             f"the capture of {key.split} at {key.checkpoint} is not finished",
             path=error.path,

@@ -89,7 +89,7 @@ def _nothing(
     asked = pattern if isinstance(pattern, str) else pattern.__name__
     near = difflib.get_close_matches(asked[:200], [*names, *types], n=3, cutoff=0.4)
     return error(
-        f"no layer matches {_arguments.shown(asked)}",
+        f"no layer matches {_arguments.short_repr(asked)}",
         found=f"{len(names)} layers: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}",
         expected=f"a name, a glob such as 'layer4.*', or a type of {', '.join(types)}",
         fix=f"did you mean {' or '.join(near)}? {hint}" if near else hint,

@@ -70,7 +70,7 @@ def tokens(
     >>> from gradkeep.data import GPT
     >>> store, model = gk.open(tempfile.mkdtemp()), GPT(vocabulary=9, length=8, dim=4, heads=2)
     >>> data = [{"input_ids": torch.randint(9, (3, 8))}]
-    >>> _ = gk.capture(store, model, data, task=gk.LanguageModelling(), split="train",
+    >>> _ = gk.capture(store, model, data, task=gk.LanguageModeling(), split="train",
     ...                keep="factors")
     >>> train = gk.gradients(store, split="train")
     >>> found = gk.query.tokens(train, train, ids=[0], train_ids=[2, 1])
@@ -220,7 +220,7 @@ class _TokenRows:
         raise QueryError(
             f"no layer of {split} is kept token by token",
             found=", ".join(sorted({form.kind for form in forms})),
-            expected="factors of a task with tokens, such as gk.LanguageModelling",
+            expected="factors of a task with tokens, such as gk.LanguageModeling",
             fix="capture with keep='factors' under another name=, or run the rows again: "
             "gk.attribute_tokens(store, ..., model=model, loader=loader, task=task)",
         )

@@ -59,7 +59,7 @@ def top_by_workers(
             engine=engine,
         )
     except FarmError as error:
-        raise QueryError(error.what, found=error.found, fix=error.fix) from error
+        raise QueryError(error.message, found=error.found, fix=error.fix) from error
     values, ids = (
         np.concatenate([found[name][n][: len(part)] for n, part in enumerate(blocks)])
         for name in ("values", "rows")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep._arguments import check_fields
-from gradkeep.errors import Conflict, Damaged, StoreError
+from gradkeep.errors import ConflictError, DamagedError, StoreError
 from gradkeep.store._document import (
     SMALL_DOCUMENT,
     from_bytes,
@@ -76,7 +76,7 @@ def append_decision(backend: Backend, decision: Decision, *, durability: Durabil
                 [to_bytes(fields)],
                 durability=durability,
             )
-        except Conflict:  # somebody else was faster: theirs comes first
+        except ConflictError:  # somebody else was faster: theirs comes first
             number += 1
             continue
         return made
@@ -91,7 +91,7 @@ def read_decisions(backend: Backend, split: str, *, start: int = 0) -> list[Deci
         try:
             found.append(read_decision(backend, key))
         except FileNotFoundError:
-            raise Damaged(
+            raise DamagedError(
                 "a decision is missing: the log goes on after it", path=backend.describe(key)
             ) from None
     return found

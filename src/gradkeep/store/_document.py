@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import msgspec
 import xxhash
 
-from gradkeep.errors import Damaged, StoreError
+from gradkeep.errors import DamagedError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,21 +102,21 @@ def read_document(backend: Backend, key: str, kind: type[T], *, most: int = SMAL
 
 
 def parse_record(kind: type[T], fields: Any, *, path: str) -> T:
-    """Build a record or dataclass from JSON fields; `Damaged` for fields of other names or types."""
+    """Build a record or dataclass from JSON fields; `DamagedError` for fields of other names or types."""
     if dataclasses.is_dataclass(kind) and isinstance(fields, dict):
         unknown = set(fields) - {part.name for part in dataclasses.fields(kind) if part.init}
         if unknown:
             raise not_ours(path, min(unknown)[:200], "no such field")
     try:
         return msgspec.convert(fields, kind)
-    except Damaged:
+    except DamagedError:
         raise
     except (msgspec.ValidationError, StoreError, OverflowError, UnicodeError) as error:
         raise not_ours(path, str(error)[:200], "what gradkeep wrote") from None
 
 
 def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a document; raises `Damaged` if any byte is not as it was written."""
+    """Parse a document; raises `DamagedError` if any byte is not as it was written."""
     _check_seal(data, path=path)
     fields = parse_json(data, path=path)
     del fields["xxh3"]
@@ -126,7 +126,7 @@ def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
 def _check_seal(data: bytes, *, path: str) -> None:
     body = data[:-_SEAL_BYTES]
     if len(data) <= _SEAL_BYTES or data[-_SEAL_BYTES:] != _seal(body):
-        raise Damaged(
+        raise DamagedError(
             "this document is not as it was written",
             path=path,
             fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
@@ -146,7 +146,7 @@ def _check_counts(data: bytes, *, path: str) -> None:
 
 
 def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a JSON object; raises `Damaged` for all else, however large or deep it is."""
+    """Parse a JSON object; raises `DamagedError` for all else, however large or deep it is."""
     _check_counts(data, path=path)
     try:
         fields = json.loads(data, parse_constant=_no_number)
@@ -159,9 +159,9 @@ def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
     return fields
 
 
-def not_ours(path: str, found: object, expected: object = "what gradkeep wrote") -> Damaged:
+def not_ours(path: str, found: object, expected: object = "what gradkeep wrote") -> DamagedError:
     """The error for a document whose checksum fits but which gradkeep did not write."""
-    return Damaged(
+    return DamagedError(
         "this is not a document that gradkeep wrote",
         path=path,
         found=found,

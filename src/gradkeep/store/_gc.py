@@ -200,14 +200,14 @@ def repair_damage(
         try:
             done += _one(backend, key)
         except (GradkeepError, OSError) as error:
-            reason = error.what if isinstance(error, GradkeepError) else str(error)
+            reason = error.message if isinstance(error, GradkeepError) else str(error)
             done.append(f"{key or 'the store'} could not be repaired: {reason}")
     if orphans:
         try:
             backend.delete(orphans, durability="full")
             done += [f"removed the unfinished write {key}" for key in orphans]
         except GradkeepError as error:
-            done.append(f"unfinished writes could not be removed: {error.what}")
+            done.append(f"unfinished writes could not be removed: {error.message}")
     return tuple(done)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gradkeep.errors import ReadOnly, StoreError
+from gradkeep.errors import ReadOnlyError, StoreError
 from gradkeep.store._document import (
     LARGE_DOCUMENT,
     Count,
@@ -121,5 +121,5 @@ def record_head(
     """Record what was published; done again by whoever finds that its writer died before this."""
     data = to_bytes({"of": folder, "version": version, "digest": xxh3})
     # A store that may only be read is read all the same.
-    with contextlib.suppress(ReadOnly):
+    with contextlib.suppress(ReadOnlyError):
         backend.put_if_absent(head_key(folder, version, xxh3), [data], durability=durability)

@@ -13,12 +13,12 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep.errors import (
-    Conflict,
-    Damaged,
-    FormatTooNew,
-    NotAStore,
-    NotSealed,
-    SchemaMismatch,
+    ConflictError,
+    DamagedError,
+    FormatTooNewError,
+    NotAStoreError,
+    NotSealedError,
+    SchemaMismatchError,
     StoreError,
 )
 from gradkeep.store import _document
@@ -111,7 +111,7 @@ class Store:
             # What a later version wrote is not damage, and must not be repaired as if it were.
             try:
                 read_identity(backend)
-            except (FormatTooNew, NotAStore):
+            except (FormatTooNewError, NotAStoreError):
                 raise
             except (StoreError, OSError):
                 return  # damaged, or not to be read now
@@ -162,7 +162,7 @@ class Store:
         """Record a checkpoint of a run; adding it again is free, adding another one is refused.
 
         Raises:
-            SchemaMismatch: Another checkpoint has that name: other weights, or another function of
+            SchemaMismatchError: Another checkpoint has that name: other weights, or another function of
                 the same weights, such as a model with another activation.
         """
         recorded = checkpoint
@@ -170,7 +170,7 @@ class Store:
         known = read_checkpoint(self.backend, recorded.run, recorded.name)
         if known is not None and known.weights == recorded.weights:
             if not _may_be_same_function(known.function, recorded.function):
-                raise SchemaMismatch(
+                raise SchemaMismatchError(
                     "this checkpoint was captured with another function of the same weights",
                     path=self.backend.describe(folder),
                     fix="capture with the model that it was first captured with, or capture every "
@@ -261,7 +261,7 @@ class Store:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
-            raise Damaged(
+            raise DamagedError(
                 "the captures that this was computed from cannot be read", found=text[:100]
             )
         return found
@@ -284,7 +284,7 @@ class Store:
         for folder in identities.keys() & known.keys():
             try:
                 identity = self.read(known[folder]).manifest.identity
-            except NotSealed:
+            except NotSealedError:
                 identity = ""
             if identity != identities[folder]:
                 changed.append(folder)
@@ -426,7 +426,7 @@ class Store:
         _document.check_size(data, f"the record of {record.name!r}")
         try:
             self.backend.put_if_absent(key, [data], durability=self.durability)
-        except Conflict:
+        except ConflictError:
             path = self.backend.describe(key)
             known = read_bytes(self.backend, key, most=_document.LARGE_DOCUMENT)
             stored = from_bytes(known, path=path)
@@ -435,7 +435,7 @@ class Store:
                 for name in fields
                 if stored.get(name) != fields[name]
             ]
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 "recorded before with other contents; nothing was changed",
                 path=path,
                 found="".join(lines),
@@ -485,7 +485,7 @@ def open(
     if not backend.exists(STORE_FILE):
         _check_free(backend, create=create)
         # On a conflict another process made the store in this very moment: that one is it.
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(ConflictError):
             put_identity(backend, durability=durability)
     return Store(backend, durability=durability, verify=verify)
 
@@ -502,14 +502,14 @@ def _check_free(backend: Backend, *, create: bool) -> None:
             return  # another process made the store since we looked
         found = f"a folder with {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
     if found is not None:
-        raise NotAStore(
+        raise NotAStoreError(
             "this is not a store",
             path=backend.location,
             found=found,
             fix="give the path of a store, or a path that does not exist yet to make one",
         )
     if not create:
-        raise NotAStore(
+        raise NotAStoreError(
             "there is no store here",
             path=backend.location,
             fix="check the path; `gradkeep demo` makes a store to look at",
@@ -535,10 +535,10 @@ def read_identity(backend: Backend) -> str:
     fields = from_bytes(data, path=path)
     if fields.get("format") != FORMAT:
         found = ascii(fields.get("format"))[:200]
-        raise NotAStore("this is not a store", path=path, found=found, expected=FORMAT)
+        raise NotAStoreError("this is not a store", path=path, found=found, expected=FORMAT)
     version = fields.get("version")
     if type(version) is int and version > VERSION:  # it may have fields that are not known here
-        raise FormatTooNew(
+        raise FormatTooNewError(
             f"this store was written by a later gradkeep: format {version}, known is {VERSION}",
             path=path,
             fix="upgrade gradkeep",

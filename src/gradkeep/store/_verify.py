@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep.errors import Damaged, GradkeepError, StoreError
+from gradkeep.errors import DamagedError, GradkeepError, StoreError
 from gradkeep.store._decisions import decision_key, read_decision
 from gradkeep.store._document import (
     LARGE_DOCUMENT,
@@ -238,9 +238,9 @@ class _Check:
             self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> None:
-        if not isinstance(error, Damaged):
+        if not isinstance(error, DamagedError):
             self.unread.add(key)
-        self._note(key, _reason(error), error.tensor if isinstance(error, Damaged) else None)
+        self._note(key, _reason(error), error.tensor if isinstance(error, DamagedError) else None)
 
     def _is_there(self, key: str) -> bool:
         try:
@@ -357,7 +357,7 @@ class _Check:
             self._digests[key] = segment.digest
             found = segment.check_everything()
             for error in found:
-                self._note(key, error.what, error.tensor)
+                self._note(key, error.message, error.tensor)
             if not found:
                 self._place(segment, file)
 
@@ -519,8 +519,12 @@ def _in_its_folder(key: str, file: KnownFile) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, StoreError) and error.found is not None and not isinstance(error, Damaged):
-        return f"{error.what}: {error.found}"
+    if (
+        isinstance(error, StoreError)
+        and error.found is not None
+        and not isinstance(error, DamagedError)
+    ):
+        return f"{error.message}: {error.found}"
     if isinstance(error, GradkeepError):
-        return error.what
+        return error.message
     return f"it cannot be checked: {type(error).__name__}: {error}"[:300]

@@ -18,10 +18,10 @@ from starlette.exceptions import HTTPException
 
 from gradkeep import __version__
 from gradkeep._preview import Preview
-from gradkeep.errors import CaptureError, GradkeepError, MissingRows, NotAStore
+from gradkeep.errors import CaptureError, GradkeepError, MissingRowsError, NotAStoreError
 from gradkeep.web import _suspects_screen as suspects
 from gradkeep.web import _why_screen as why
-from gradkeep.web._background import StillWorking
+from gradkeep.web._background import BusyError
 from gradkeep.web._clusters_screen import show_clusters
 from gradkeep.web._evaluation_views import list_evaluations
 from gradkeep.web._guard import Access, Guard
@@ -145,11 +145,11 @@ def _bind(route: Route, served: ServedStore) -> Callable[..., Response]:
     def respond(**parameters: Any) -> Response:
         try:
             answer = route(served, **parameters)
-        except StillWorking as working:
+        except BusyError as working:
             progress = {"working": working.what, "done": working.done, "total": working.total}
             return _json(progress, 202)
         except GradkeepError as error:
-            statuses: dict[type[GradkeepError], int] = {MissingRows: 404, NotAStore: 410}
+            statuses: dict[type[GradkeepError], int] = {MissingRowsError: 404, NotAStoreError: 410}
             status = statuses.get(type(error), 409)
             return _json({"problem": error_problem(error)}, status)
         except OSError as error:

@@ -24,7 +24,7 @@ _RETRY_SECONDS = 5.0
 """A failure is reported again for this long before the task is retried."""
 
 
-class StillWorking(Exception):
+class BusyError(Exception):
     """Raised instead of returning a result that is still being computed."""
 
     def __init__(self, what: str, done: int, total: int) -> None:
@@ -80,7 +80,7 @@ class TaskCache:
         timeout: float = 0.12,
         start: bool = True,
     ) -> T:
-        """Return the result under `key`, or raise `StillWorking` after `timeout` seconds.
+        """Return the result under `key`, or raise `BusyError` after `timeout` seconds.
 
         An exception of `compute(report)` is raised here. With `start=False`, only a task that was
         started before is waited for.
@@ -102,7 +102,7 @@ class TaskCache:
                     threading.Thread(target=self._work, args=(lane,), daemon=True).start()
             self._tasks.move_to_end(key)
         if not task.finished.wait(timeout):
-            raise StillWorking(task.what, task.done, task.total)
+            raise BusyError(task.what, task.done, task.total)
         if task.failure is not None:
             raise task.failure
         result: T = task.result

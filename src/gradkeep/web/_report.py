@@ -15,7 +15,7 @@ from urllib.parse import quote
 from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.web._app import READS, serve_store
-from gradkeep.web._background import StillWorking
+from gradkeep.web._background import BusyError
 from gradkeep.web._parameters import Captures
 from gradkeep.web._responses import static_files, to_json
 
@@ -100,7 +100,7 @@ class _AnswerCollector:
             options["captures"] = Captures(**chosen)
         try:
             answer = route(self._served, **options)
-        except StillWorking:
+        except BusyError:
             return None
         sources = answer.get("answers", ()) if isinstance(answer, dict) else ()
         return None if any(source["working"] for source in sources) else answer

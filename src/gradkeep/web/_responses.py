@@ -44,7 +44,7 @@ def error_problem(error: GradkeepError) -> dict[str, Any]:
     """Describe an error of gradkeep."""
     return problem(
         type(error).__name__,
-        error.what,
+        error.message,
         path=error.path,
         found=None if error.found is None else str(error.found).strip()[:2000],
         expected=None if error.expected is None else str(error.expected)[:2000],

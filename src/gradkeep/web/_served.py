@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._preview import row_from_texts
-from gradkeep.errors import MissingRows
+from gradkeep.errors import MissingRowsError
 from gradkeep.store import CaptureKey, Store, standing
 from gradkeep.store import open as open_store
 from gradkeep.web._background import TaskCache
@@ -167,7 +167,7 @@ class ServedStore:
             ]
             runs = sorted({one.name for one in self.info().runs})
             where = "" if checkpoint is None else f" at {checkpoint}"
-            raise MissingRows(
+            raise MissingRowsError(
                 f"run {run!r} has no sealed capture of {split!r}{where}",
                 path=self.location,
                 found=", ".join(unsealed or runs) or "no runs",

@@ -158,7 +158,7 @@ def export_decisions(
 
 
 def show_suggestions(served: ServedStore, split: Name = "train") -> dict[str, bool]:
-    """Return whether suggested labels are ready; raises `StillWorking` while they are not."""
+    """Return whether suggested labels are ready; raises `BusyError` while they are not."""
     _train_out_of_fold(served, split, start=False)
     return {"there": True}
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from fastapi import Depends
 
-from gradkeep.errors import GradkeepError, MissingRows
-from gradkeep.web._background import StillWorking
+from gradkeep.errors import GradkeepError, MissingRowsError
+from gradkeep.web._background import BusyError
 from gradkeep.web._evaluation_views import find_lds
 from gradkeep.web._parameters import (
     Captures,
@@ -74,7 +74,7 @@ def random_query(
     table = served.table(run, split, name)
     positions = _positions_by_filter(table)[show]
     if not len(positions):
-        raise MissingRows(f"no query of {split!r} is {show}")
+        raise MissingRowsError(f"no query of {split!r} is {show}")
     return row_views(served, table, [int(table.ids[random.choice(positions.tolist())])])[0]
 
 
@@ -89,7 +89,7 @@ def explain_query(
     table = served.table(captures.run, captures.queries, captures.name)
     (view,) = row_views(served, table, [query])
     if not view["known"]:
-        raise MissingRows(
+        raise MissingRowsError(
             f"{captures.queries!r} has no row {query}",
             found=f"ids {table.ids[:3].tolist()} ... {table.ids[-1:].tolist()}",
         )
@@ -115,7 +115,7 @@ def show_layers(
     score_source = find_source(served, source)
     scores = compute_scores(served, score_source, captures, query, per_layer=True)
     if scores.per_layer is None:
-        raise MissingRows(
+        raise MissingRowsError(
             "these scores have no parts by layer",
             fix=f"gk.attribute(store, method={score_source.method!r}, per_layer=True, save=NAME)",
         )
@@ -212,7 +212,7 @@ def _source_answer(
         scores = compute_scores(served, source, captures, query)
         judged = find_lds(served, source.method)
         return answer | {"judged": judged} | _score_view(served, captures, scores, query, k)
-    except StillWorking as working:
+    except BusyError as working:
         return answer | {"working": working.what, "done": working.done, "total": working.total}
     except GradkeepError as error:
         return answer | {"problem": error_problem(error)}

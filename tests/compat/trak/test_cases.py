@@ -27,7 +27,7 @@ from gradkeep.compat.trak.projectors import (
     SketchProjector,
 )
 from gradkeep.compat.trak.savers import ModelIDException
-from gradkeep.errors import AttributionError, Damaged, GradkeepError
+from gradkeep.errors import AttributionError, DamagedError, GradkeepError
 
 N, M, D, C = 40, 6, 5, 3
 
@@ -280,13 +280,13 @@ def test_a_flipped_byte_is_noticed(tmp_path):
     damaged[-9] ^= 1
     file.chmod(0o644)
     file.write_bytes(damaged)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         traker(tmp_path).finalize_scores("test")
     path = tmp_path / "scores" / "test.mmap"
     bytes_ = bytearray(path.read_bytes())
     bytes_[-1] ^= 1
     path.write_bytes(bytes_)
-    with pytest.raises(Damaged, match="not as they were written"):
+    with pytest.raises(DamagedError, match="not as they were written"):
         t.saver.scores("test")
 
 
@@ -350,7 +350,7 @@ def test_a_damaged_document_is_a_clear_error(tmp_path):
     file = tmp_path / "store" / "datamodels" / "trak.id_0.train" / "schema.json"
     file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(Damaged, match=r"schema\.json"):
+    with pytest.raises(DamagedError, match=r"schema\.json"):
         traker(tmp_path)
 
 

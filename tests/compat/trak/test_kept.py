@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import gradkeep.store as gs
 from gradkeep.compat.trak._rows import RowLog, delete_rows
-from gradkeep.errors import AttributionError, MissingRows, SchemaMismatch
+from gradkeep.errors import AttributionError, MissingRowsError, SchemaMismatchError
 
 N, K = 12, 3
 
@@ -76,7 +76,7 @@ def test_all_readers_agree_on_rows_that_were_computed_at_the_same_time(puts):
 def test_rows_that_are_not_there_are_not_read(tmp_path):
     kept = opened(gs.open(tmp_path))
     kept.put(np.array([3]), values([3]), None)
-    with pytest.raises(MissingRows, match="no row 2, 4"):
+    with pytest.raises(MissingRowsError, match="no row 2, 4"):
         kept.read(np.array([2, 3, 4]))
     assert np.isnan(kept.weight[2])
 
@@ -92,7 +92,7 @@ def test_what_was_begun_differently_is_refused(tmp_path):
     store = gs.open(tmp_path)
     opened(store)
     for change in ({"count": N + 1}, {"dim": K + 1}, {"half": True}, {"fingerprints": {"a": "b"}}):
-        with pytest.raises(SchemaMismatch):
+        with pytest.raises(SchemaMismatchError):
             opened(store, **change)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak import savers as ours
 from gradkeep.compat.trak.savers import MmapSaver, ModelIDException
-from gradkeep.errors import AttributionError, Damaged
+from gradkeep.errors import AttributionError, DamagedError
 
 N, K, M = 12, 4, 3
 ABOUT = {"JL dimension": K, "JL matrix type": "normal", "train set size": N}
@@ -168,7 +168,7 @@ def test_a_flipped_byte_of_an_assignment_is_noticed(tmp_path):
     damaged[-9] ^= 1
     file.chmod(0o644)
     file.write_bytes(damaged)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         np.array(opened_store(tmp_path)["grads"])
 
 

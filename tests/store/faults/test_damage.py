@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gradkeep import store as gs
-from gradkeep.errors import Damaged, MissingRows, StoreError
+from gradkeep.errors import DamagedError, MissingRowsError, StoreError
 from gradkeep.store.catalog import _samples
 
 pytestmark = pytest.mark.slow
@@ -205,12 +205,12 @@ def assert_read_raises(path, key, tensor):
         # cannot be read counts as ended.
         touch(path, key)
         return
-    with pytest.raises(Damaged) as raised:
+    with pytest.raises(DamagedError) as raised:
         touch(path, key)
     assert raised.value.path.endswith(key)
     assert raised.value.tensor in (None, tensor)
     if "/seg/" in key and not (tensor or "").endswith("#check"):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedError):
             stream(path, key)
 
 
@@ -306,12 +306,12 @@ def test_rows_of_a_packed_file_that_is_lost_are_made_again(how, ram):
         packed.write_bytes(packed.read_bytes()[:-1])
     else:
         packed.unlink()
-    with pytest.raises((Damaged, MissingRows)):
+    with pytest.raises((DamagedError, MissingRowsError)):
         gs.open(ram).rows("models")
     assert "its rows count as not done" in gs.verify(gs.LocalDisk(ram), repair=True).repaired[-1]
     rows = gs.open(ram).rows("models")
     assert not set(lost) & set(rows.done().tolist())
-    with pytest.raises(MissingRows):
+    with pytest.raises(MissingRowsError):
         rows.read(lost)
     kit.finish([kit.rows, kit.compact], gs.LocalDisk(ram))
     kit.check(ram, told)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gradkeep import store as gs
-from gradkeep.errors import Conflict
+from gradkeep.errors import ConflictError
 from gradkeep.store.rows import _row_files
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def lie(path, log, seed):
             try:
                 rows.put(row, arrays(row, lie=True))
                 kit.tell(log, f"taken {row}")
-            except Conflict:
+            except ConflictError:
                 kit.tell(log, f"refused {row}")
         time.sleep(0.02)
 

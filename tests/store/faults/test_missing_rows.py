@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep import store as gs
-from gradkeep.errors import InvalidRows, MissingRows
+from gradkeep.errors import InvalidRowsError, MissingRowsError
 
 FLOATS = ("loss", "wide", "bf16", "scaled")
 SCHEMA = gs.Schema(
@@ -74,18 +74,18 @@ def ask(reader, asked, present):
     """Asked for in every way, what is present is right and what is missing is not a number."""
     missing = [i for i in asked if i not in present]
     if missing:
-        with pytest.raises(MissingRows) as raised:
+        with pytest.raises(MissingRowsError) as raised:
             reader.read(asked)
         assert set(missing) & {int(number) for number in re.findall(r"\d+", raised.value.found)}
-        with pytest.raises(MissingRows):
+        with pytest.raises(MissingRowsError):
             reader.read(missing[:1], [])
     else:
         assert_right(reader.read(asked))
     for number in (0, -1.0, math.inf):
-        with pytest.raises(InvalidRows, match="only NaN"):
+        with pytest.raises(InvalidRowsError, match="only NaN"):
             reader.read(asked, ["loss"], fill=number)
     for names in (["label"], ["bits"], ["tokens"], None):
-        with pytest.raises(InvalidRows, match="only NaN"):
+        with pytest.raises(InvalidRowsError, match="only NaN"):
             reader.read(asked, names, fill=math.nan)
     filled = reader.read(asked, FLOATS, fill=math.nan)
     absent = np.isin(asked, missing)
@@ -154,12 +154,12 @@ def test_segments_in_quarantine(block, asked):
         return
     # Which ids are gone is not known: nothing is answered, not even with NaN.
     for fill in (None, math.nan):
-        with pytest.raises(MissingRows, match="is gone"):
+        with pytest.raises(MissingRowsError, match="is gone"):
             store.read(KEY).read(asked, ["loss"], fill=fill)
-    with pytest.raises(MissingRows, match="is gone"):
+    with pytest.raises(MissingRowsError, match="is gone"):
         store.read(KEY).column("loss")
     seen = []
-    with pytest.raises(MissingRows, match="is gone"):
+    with pytest.raises(MissingRowsError, match="is gone"):
         seen.extend(store.read(KEY).stream())
     before = [i for batch in seen for i in batch.ids.tolist()]
     assert before == ids[: len(before)]

@@ -8,7 +8,7 @@ import faultkit as kit
 import pytest
 
 from gradkeep import store as gs
-from gradkeep.errors import Conflict, ReadOnly, WriteFailed
+from gradkeep.errors import ConflictError, ReadOnlyError, WriteFailedError
 from gradkeep.store.backends._plain_file import Syscalls
 
 
@@ -19,7 +19,7 @@ def test_a_full_disk_is_told_and_the_work_resumes_when_there_is_room(kind, small
     path = small_disk(f"{kind}={small}") / "store"
     told = []
     work = (ack for step in (kit.capture, kit.rows) for ack in step(gs.LocalDisk(path), "full"))
-    with pytest.raises(WriteFailed, match="No space left on device") as refused:
+    with pytest.raises(WriteFailedError, match="No space left on device") as refused:
         told.extend(work)
     assert "free some space" in refused.value.fix
     assert "ids 47 0" in told
@@ -38,10 +38,10 @@ def test_a_read_only_disk_can_be_read_and_refuses_writes_clearly(small_disk):
     kit.check(path, told)
     assert gs.verify(gs.LocalDisk(path)).healthy
     for write in (kit.extend, kit.drop, kit.compact, kit.delete):
-        with pytest.raises(ReadOnly, match="Read-only file system") as refused:
+        with pytest.raises(ReadOnlyError, match="Read-only file system") as refused:
             list(write(gs.LocalDisk(path), "full"))
         assert "copy the store" in refused.value.fix
-    with pytest.raises(ReadOnly):
+    with pytest.raises(ReadOnlyError):
         gs.open(path.with_name("other"))
     # Work that is complete has nothing to write.
     kit.finish([kit.capture, kit.rows], gs.LocalDisk(path), "full")
@@ -89,7 +89,7 @@ def test_a_name_is_taken_by_one_of_many_writers(calls, ram):
             try:
                 created = disk.put_if_absent(f"a/{number}", [content], durability="process")
                 won.append((number, created))
-            except Conflict:
+            except ConflictError:
                 lost.append(number)
 
     writers = [threading.Thread(target=put, args=(b"%d" % writer,)) for writer in range(8)]
@@ -104,7 +104,7 @@ def test_a_name_is_taken_by_one_of_many_writers(calls, ram):
 
 def test_without_any_way_to_take_a_name_once_the_place_is_refused(ram):
     disk = gs.LocalDisk(ram / "store", syscalls=NoLinks(errno.EPERM, rename=False))
-    with pytest.raises(WriteFailed, match="neither hard links nor rename without") as refused:
+    with pytest.raises(WriteFailedError, match="neither hard links nor rename without") as refused:
         gs.open(disk)
     assert "another filesystem" in refused.value.fix
     assert kit.tree(ram / "store", without=()) == {}

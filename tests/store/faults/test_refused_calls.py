@@ -8,7 +8,7 @@ import faultkit as kit
 import pytest
 
 from gradkeep import store as gs
-from gradkeep.errors import WriteFailed
+from gradkeep.errors import WriteFailedError
 
 pytestmark = pytest.mark.slow
 SCENES = {
@@ -37,7 +37,7 @@ def test_a_refused_call_surfaces_and_the_work_resumes(scene, code, ram):
         path = copy_of(ram / "before", ram / f"store-{step}")
         calls = kit.Refuse(step, code)
         told = list(acks)
-        with pytest.raises(WriteFailed) as refused:
+        with pytest.raises(WriteFailedError) as refused:
             told.extend(work(gs.LocalDisk(path, syscalls=calls), "full"))
         assert calls.fired == 1
         assert_helpful(refused.value, code)
@@ -101,21 +101,21 @@ def refused_writer(ram):
 def test_a_refusal_in_the_background_fails_the_next_call_and_close(call, refused_writer):
     more = kit.IDS[kit.ROWS_PER_SEGMENT :]
     arguments = {"append": (more, kit.values(more)), "skip": (more,)}.get(call, ())
-    with pytest.raises(WriteFailed, match="Input/output error"):
+    with pytest.raises(WriteFailedError, match="Input/output error"):
         getattr(refused_writer, call)(*arguments)
-    with pytest.raises(WriteFailed, match="Input/output error"):
+    with pytest.raises(WriteFailedError, match="Input/output error"):
         refused_writer.close()
     store = gs.open(refused_writer._backend.root)
     assert len(store.read(kit.KEY, live=True)) == 0
 
 
 def test_a_refusal_in_the_background_fails_close_alone(refused_writer):
-    with pytest.raises(WriteFailed, match="Input/output error"):
+    with pytest.raises(WriteFailedError, match="Input/output error"):
         refused_writer.close()
 
 
 def test_a_refusal_in_the_background_fails_the_with_block(refused_writer):
-    with pytest.raises(WriteFailed, match="Input/output error"), refused_writer:
+    with pytest.raises(WriteFailedError, match="Input/output error"), refused_writer:
         pass
 
 

@@ -6,7 +6,7 @@ import faultkit as kit
 import pytest
 
 from gradkeep import store as gs
-from gradkeep.errors import SchemaMismatch
+from gradkeep.errors import SchemaMismatchError
 
 STORED = gs.Schema(
     (
@@ -145,7 +145,7 @@ def test_a_changed_schema_is_refused_with_both_values(mutation, store):
     wanted, words = MUTATIONS[mutation]
     before = kit.tree(store.location, without=())
     for extend in (False, True):
-        with pytest.raises(SchemaMismatch) as refused:
+        with pytest.raises(SchemaMismatchError) as refused:
             store.write(kit.KEY, wanted, extend=extend)
         for word in words:
             assert word in str(refused.value)
@@ -164,7 +164,7 @@ def test_rows_of_a_changed_schema_are_refused(mutation, ram):
     store = gs.open(ram / "store", durability="process")
     store.rows("models", STORED, num_rows=4)
     before = kit.tree(store.location, without=())
-    with pytest.raises(SchemaMismatch) as refused:
+    with pytest.raises(SchemaMismatchError) as refused:
         store.rows("models", wanted, num_rows=5)
     for word in words:
         assert word in str(refused.value)
@@ -188,7 +188,7 @@ def test_a_changed_run_or_checkpoint_is_refused_with_both_values(changed, words,
     store = gs.open(ram)
     before = kit.tree(ram, without=())
     add = store.add_run if isinstance(changed, gs.Run) else store.add_checkpoint
-    with pytest.raises(SchemaMismatch) as refused:
+    with pytest.raises(SchemaMismatchError) as refused:
         add(changed)
     for word in words:
         assert word in str(refused.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LanguageModelling(Task):
+class LanguageModeling(Task):
     """One sequence per sample, from logits `[B, T, V]`; padded places count for nothing.
 
     Batches are dicts with `input_ids` and optionally `attention_mask` and `labels` (as in Hugging
@@ -48,11 +48,12 @@ class LanguageModelling(Task):
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     >>> batch = {"input_ids": torch.randint(9, (2, 6))}
-    >>> parts = [LanguageModelling(span=s).losses(model, batch) for s in ((0, 3), (3, None))]
-    >>> torch.allclose(sum(parts), LanguageModelling().losses(model, batch))
+    >>> parts = [LanguageModeling(span=s).losses(model, batch) for s in ((0, 3), (3, None))]
+    >>> torch.allclose(sum(parts), LanguageModeling().losses(model, batch))
     True
     """
 
+    stored_name: ClassVar[str | None] = "LanguageModelling"
     ignore_index: int = -100
     reduction: Literal["sum", "mean"] = "sum"
     shift: bool = True
@@ -92,7 +93,7 @@ class LanguageModelling(Task):
         logits = logits_of(call(model, inputs))
         if logits.dim() != 3 or targets.shape != logits.shape[:2]:
             raise CaptureError(
-                "language modelling needs logits for every token",
+                "language modeling needs logits for every token",
                 found=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
                 expected="logits [B, T, V], targets [B, T]",
             )
@@ -237,7 +238,7 @@ def completions(
     (ids that begin with the prompt, `[B, P + G]`, or an object with such `sequences`), or with
     `with_prompt=False` the new ids alone. `pad` names the token that rows were filled up with: it is
     taken off prompts at both ends and off the end of what was written; if it is `eos` too, one stays.
-    Gives `input_ids` and `labels` `[B, T]`, filled up at the end, for `gk.LanguageModelling()`: what
+    Gives `input_ids` and `labels` `[B, T]`, filled up at the end, for `gk.LanguageModeling()`: what
     stands behind a causal model's tokens cannot change them, so there is no mask.
 
     >>> completions([[5, 6]], torch.tensor([[5, 6, 7, 8]]))["labels"]

@@ -62,6 +62,8 @@ class Task(abc.ABC):
 
     packed: ClassVar[bool] = False
     """Whether a row of several documents, as padding-free collators make it, is one sample."""
+    stored_name: ClassVar[str | None] = None
+    """Name of a built-in task in stores, where it differs from the name of the class."""
 
     @abc.abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -82,7 +84,8 @@ class Task(abc.ABC):
     def describe(self) -> str:
         """The task and its settings, kept with what was captured and compared on resuming."""
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        name = f"gradkeep.{type(self).__name__}" if name.startswith("gradkeep.") else name
+        if name.startswith("gradkeep."):
+            name = f"gradkeep.{type(self).stored_name or type(self).__name__}"
         settings = ""
         if dataclasses.is_dataclass(self):
             told = [(p, getattr(self, p.name)) for p in dataclasses.fields(self)]
@@ -307,7 +310,7 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
         raise CaptureError(
             "classification needs one row of logits and one label per sample",
             found=f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)}",
-            fix="use gk.LanguageModelling for sequences, or subclass gk.Task",
+            fix="use gk.LanguageModeling for sequences, or subclass gk.Task",
         )
     if labels.dtype.is_floating_point:
         raise CaptureError(

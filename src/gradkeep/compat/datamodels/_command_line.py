@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.errors import DatamodelsError, GradkeepError, MissingExtra
+from gradkeep.errors import DatamodelsError, GradkeepError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +111,7 @@ def _read(file: str) -> Mapping[str, Any]:
         try:
             import yaml
         except ImportError as error:
-            raise MissingExtra(
+            raise MissingExtraError(
                 "configurations in YAML need PyYAML", path=file, fix="pip install pyyaml"
             ) from error
         try:

@@ -22,7 +22,7 @@ import xxhash
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._contract import MODELS, initialize, logdir_of, models_of
 from gradkeep.datamodels.study._spec import COMPLETED, Field, Spec, check_returned
-from gradkeep.errors import DatamodelsError, WriteFailed
+from gradkeep.errors import DatamodelsError, WriteFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class NpyFolder:
                 self._write(field, index, arrays[field.name])
             self._write(_FLAGS, index, np.array(True))
         except OSError as error:
-            raise WriteFailed(
+            raise WriteFailedError(
                 f"model {index} could not be written; it is not marked as done: {error.strerror}",
                 path=self.path,
                 fix="make room and run this index again",

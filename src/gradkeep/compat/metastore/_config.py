@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from gradkeep import _arguments
-from gradkeep._arguments import shown
+from gradkeep._arguments import short_repr
 from gradkeep.errors import CaptureError
 
 METHODS = ("naive", "ted", "half", "recon")
@@ -328,7 +328,7 @@ def _checkpoint(
         named = template.format(epoch, width)
     except (IndexError, KeyError, ValueError, AttributeError):
         raise CaptureError(
-            f"{where}.checkpoint_path cannot be {shown(template)}",
+            f"{where}.checkpoint_path cannot be {short_repr(template)}",
             expected="a template with {} for the epoch and, after it, {} for the hidden size",
             fix=f"for example {own!r}",
         ) from None
@@ -342,7 +342,7 @@ def _name(name: str | None) -> str | None:
     short = name is not None and len(name) <= 40
     if name is not None and not (short and name.replace("-", "").replace("_", "").isalnum()):
         raise CaptureError(
-            f"--name cannot be {_arguments.shown(name)}",
+            f"--name cannot be {_arguments.short_repr(name)}",
             expected="at most 40 letters, digits, - or _",
             fix="--name second",
         )
@@ -372,7 +372,7 @@ def parse_indices(given: str) -> tuple[int, ...]:
         last = int(match[2] or match[1]) if match else -1
         if not first <= last < first + 10_000_000:
             raise CaptureError(
-                f"--test_indices cannot be {shown(given)}: {shown(part)}",
+                f"--test_indices cannot be {short_repr(given)}: {short_repr(part)}",
                 expected="numbers and ranges with commas",
                 fix="for example --test_indices 3,17,20-29",
             )

@@ -16,7 +16,7 @@ from gradkeep.compat.metastore._blocks import target_layers
 from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._models import build_model, choose_gradients
 from gradkeep.compat.metastore._results import LayerTime, MethodResult, write_results
-from gradkeep.errors import CaptureError, Conflict, GradkeepError, SchemaMismatch
+from gradkeep.errors import CaptureError, ConflictError, GradkeepError, SchemaMismatchError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -235,7 +235,7 @@ def _collect(
             )
         )
     except GradkeepError as error:
-        if not store.has(side.key) and not isinstance(error, SchemaMismatch | Conflict):
+        if not store.has(side.key) and not isinstance(error, SchemaMismatchError | ConflictError):
             raise
         raise _other_weights(error, side) from error
     print(f"collect {kept}")
@@ -269,7 +269,7 @@ def _check_kept(
 def _other_weights(error: GradkeepError, side: _Side) -> GradkeepError:
     return CaptureError(
         f"what is kept of {side.split} at {side.key.checkpoint} was made by another checkpoint, "
-        f"model or data: {error.what}",
+        f"model or data: {error.message}",
         path=error.path,
         found=error.found,
         expected=error.expected,

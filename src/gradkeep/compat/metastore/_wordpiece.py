@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import DataError, MissingExtra
+from gradkeep.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
     import os
@@ -47,7 +47,7 @@ class WordPiece:
         try:
             from tokenizers import BertWordPieceTokenizer
         except ImportError as error:
-            raise MissingExtra(
+            raise MissingExtraError(
                 "splitting texts for Bert needs tokenizers", fix=install_hint("metastore")
             ) from error
         object.__setattr__(self, "_tokenizer", BertWordPieceTokenizer(numbers))
@@ -70,7 +70,7 @@ class WordPiece:
             return cls(tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n")))
         except DataError as error:
             raise DataError(
-                error.what,
+                error.message,
                 path=path,
                 found=error.found,
                 expected=error.expected,

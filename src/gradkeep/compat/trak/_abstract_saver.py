@@ -179,7 +179,7 @@ def _replace(path: Path, said: Mapping[str, Any]) -> None:
         temp.unlink(missing_ok=True)
 
 
-class MissingTargets(AttributionError):
+class MissingTargetsError(AttributionError):
     """Targets of an experiment that were never scored at a model id."""
 
     def __init__(self, exp_name: str, model_id: int, missing: list[int]) -> None:

@@ -80,7 +80,7 @@ def import_save_dir(
         try:
             _captured(opened, folder / str(number), number, rows, dim, run, about)
             done.append(f"id_{number}")
-        except _Incomplete as error:
+        except _IncompleteError as error:
             skipped.append(f"model id {number}: {error}")
         for name, fields in named.items():
             path = folder / str(number) / f"{name}_grads.mmap"
@@ -120,7 +120,7 @@ def as_scores(values: Any, queries: str, checkpoints: tuple[str, ...], scale: st
     )
 
 
-class _Incomplete(Exception):
+class _IncompleteError(Exception):
     pass
 
 
@@ -129,10 +129,12 @@ def _captured(
 ) -> None:
     flags = _mapped(folder / "_is_featurized.mmap", None)
     if int((np.asarray(flags) == 1).sum()) != rows:
-        raise _Incomplete(f"{int((np.asarray(flags) == 1).sum())} of {rows} rows are featurized")
+        raise _IncompleteError(
+            f"{int((np.asarray(flags) == 1).sum())} of {rows} rows are featurized"
+        )
     grads = folder / "grads.mmap"
     if not grads.exists():
-        raise _Incomplete("its gradients were deleted")
+        raise _IncompleteError("its gradients were deleted")
     weight = _mapped(folder / "out_to_loss.mmap", (rows, 1)).reshape(-1)
     # TRAK keeps 1 - p: minus the slope of the loss at the output.
     arrays = {"projection": _mapped(grads, (rows, dim)), "weight": weight, "slope": -weight}

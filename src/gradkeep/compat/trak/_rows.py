@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.errors import AttributionError, MissingRows
+from gradkeep.errors import AttributionError, MissingRowsError
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class RowLog:
         """The gradients `[len(ids), dim]`, float32."""
         numbers = self._entry[ids]
         if (numbers < 0).any():
-            raise MissingRows(
+            raise MissingRowsError(
                 f"no row {', '.join(map(str, ids[numbers < 0][:5]))} in {self.name!r}: not written"
             )
         out = np.empty((len(ids), self.dim), np.float32)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.compat.trak._abstract_saver import MissingTargets
+from gradkeep.compat.trak._abstract_saver import MissingTargetsError
 from gradkeep.compat.trak._features import features_of
 from gradkeep.errors import AttributionError
 
@@ -120,7 +120,7 @@ class SaverArrays:
         except OSError:
             held = None
         if held is None:
-            raise MissingTargets(exp_name, model_id, list(range(count)))
+            raise MissingTargetsError(exp_name, model_id, list(range(count)))
         zeros = np.flatnonzero(~np.asarray(held).any(1))
         if len(zeros):
             self._saver.logger.warning(

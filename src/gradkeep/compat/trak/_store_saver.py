@@ -15,7 +15,7 @@ import torch
 import gradkeep.store as gs
 from gradkeep.compat.trak._abstract_saver import (
     AbstractSaver,
-    MissingTargets,
+    MissingTargetsError,
     ModelIDException,
     checked_experiment,
 )
@@ -24,7 +24,7 @@ from gradkeep.compat.trak._features import Ridge, features_of
 from gradkeep.compat.trak._rows import RowLog
 from gradkeep.compat.trak._stored_sets import FINALIZATIONS, ScoreFiles, StoredSets, score_schema
 from gradkeep.compat.trak.projectors import SKETCHES
-from gradkeep.errors import AttributionError, SchemaMismatch
+from gradkeep.errors import AttributionError, SchemaMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -326,12 +326,12 @@ class MmapSaver(AbstractSaver):
         """The projected gradients of all targets; an error that names those that are missing."""
         if not self.sets.has_targets(exp_name, model_id):
             count = self.experiments[exp_name]["num_targets"]
-            raise MissingTargets(exp_name, model_id, list(range(count)))
+            raise MissingTargetsError(exp_name, model_id, list(range(count)))
         targets = self._targets(exp_name, model_id)
         targets.refresh()
         missing = targets.missing()
         if len(missing):
-            raise MissingTargets(exp_name, model_id, missing.tolist())
+            raise MissingTargetsError(exp_name, model_id, missing.tolist())
         return targets
 
     def put_scores(self, exp_name: str, made: Any) -> Any:
@@ -385,7 +385,7 @@ class MmapSaver(AbstractSaver):
     def _require(self, name: str, schema: gs.Schema) -> None:
         try:
             self.store.rows(name, schema, num_rows=FINALIZATIONS)
-        except SchemaMismatch as error:
+        except SchemaMismatchError as error:
             raise AttributionError(
                 f"{self.save_dir} was begun with other settings: {error.found}",
                 fix="use the same settings, or another save_dir",

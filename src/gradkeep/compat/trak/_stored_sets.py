@@ -14,7 +14,7 @@ from numpy.lib.format import open_memmap
 import gradkeep.store as gs
 from gradkeep.compat.trak._abstract_saver import ModelIDException
 from gradkeep.compat.trak._rows import RowLog, delete_rows, first_rows
-from gradkeep.errors import AttributionError, Damaged, SchemaMismatch
+from gradkeep.errors import AttributionError, DamagedError, SchemaMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -86,7 +86,7 @@ class ScoreFiles:
         known = rows.read(rows.done())["digest"] if path.exists() else []
         digest = _digest(path) if len(known) else 0
         if not any(np.array_equal(one, digest) for one in known):
-            raise Damaged(
+            raise DamagedError(
                 "these scores are not finalized, or not as they were written",
                 path=path,
                 fix=f"finalize_scores({exp_name!r}) makes them again",
@@ -219,7 +219,7 @@ class StoredSets:
             log = RowLog(
                 self.store, name, count=count, dim=self._dim, half=self._half, fingerprints=marks
             )
-        except SchemaMismatch as error:
+        except SchemaMismatchError as error:
             raise ModelIDException(str(error)) from error
         self._logs[name] = log
         return log

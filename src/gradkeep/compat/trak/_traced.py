@@ -55,7 +55,7 @@ class LayerTracer:
             with _trainable(self._model, self._names):
                 return self._all(batch, projector, model_id)
         except CaptureError as error:
-            _log.info("using torch.func, as layers cannot be captured: %s", error.what)
+            _log.info("using torch.func, as layers cannot be captured: %s", error.message)
             self._refused = True
             return None
 

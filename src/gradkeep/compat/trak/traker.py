@@ -31,7 +31,7 @@ from gradkeep.compat.trak._store_saver import begun_with
 from gradkeep.compat.trak._traced import LayerTracer
 from gradkeep.compat.trak.gradient_computers import FunctionalGradientComputer
 from gradkeep.compat.trak.projectors import SketchProjector, sketch_type
-from gradkeep.compat.trak.savers import MissingTargets, MmapSaver, ModelIDException
+from gradkeep.compat.trak.savers import MissingTargetsError, MmapSaver, ModelIDException
 from gradkeep.compat.trak.utils import get_num_params
 
 if TYPE_CHECKING:
@@ -369,10 +369,10 @@ class TRAKer:
                 continue
             try:
                 used[number] = self._results.targets(exp_name, number)
-            except MissingTargets as error:
+            except MissingTargetsError as error:
                 if not allow_skip:
                     raise
-                self.logger.warning("Model ID %d left out of the scores: %s", number, error.what)
+                self.logger.warning("Model ID %d left out of the scores: %s", number, error.message)
         return used
 
     def _finalize(self, number: int, ridge: Ridge, *, del_grads: bool) -> None:

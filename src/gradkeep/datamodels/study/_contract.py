@@ -15,7 +15,7 @@ from gradkeep import _arguments, farm
 from gradkeep._surroundings import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
-from gradkeep.errors import DatamodelsError, SchemaMismatch
+from gradkeep.errors import DatamodelsError, SchemaMismatchError
 from gradkeep.farm._run import Progress, progress_of, recent_rate
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _refuse(store: Store, spec: Spec, name: str) -> None:
     if spec.num_models != rows.num_rows:
         differences.append(f"num_models: stored {rows.num_rows}, asked for {spec.num_models}")
     if differences:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             "these models were begun with another spec; nothing was changed",
             path=rows.path,
             found="".join(f"\n    {line}" for line in differences),
@@ -194,7 +194,8 @@ def load_main(module: str) -> Callable[..., Any]:
     """`main` of a module, by its dotted name."""
     if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
         raise DatamodelsError(
-            f"{_arguments.shown(module)} is no name of a module", expected="such as examples.train"
+            f"{_arguments.short_repr(module)} is no name of a module",
+            expected="such as examples.train",
         )
     try:
         found = importlib.import_module(module)

@@ -150,7 +150,7 @@ def _field(name: str, fields: Any) -> Field:
     try:
         field.to_array()  # refuses names that no array can have
     except StoreError as error:
-        raise msgspec.ValidationError(f"schema.{name}: {error.what}") from None
+        raise msgspec.ValidationError(f"schema.{name}: {error.message}") from None
     return field
 
 
@@ -339,7 +339,7 @@ def _whole(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _no_examples(examples: object) -> GradkeepError:
-    return _arguments.refused(
+    return _arguments.argument_error(
         "examples",
         examples,
         error=DatamodelsError,

@@ -35,7 +35,7 @@ from gradkeep.datamodels.study._training import (
     restore_weights,
     stacks_well,
 )
-from gradkeep.errors import DatamodelsError, SchemaMismatch
+from gradkeep.errors import DatamodelsError, SchemaMismatchError
 
 if TYPE_CHECKING:
     import os
@@ -134,8 +134,8 @@ class Study:
         """The models in the store; entered there when they are first needed."""
         try:
             rows = self.store.rows(self.name, self.schema)
-        except SchemaMismatch as error:
-            raise SchemaMismatch(
+        except SchemaMismatchError as error:
+            raise SchemaMismatchError(
                 "this study was begun differently; nothing was changed",
                 path=error.path,
                 found=error.found,
@@ -428,7 +428,7 @@ def count_of(data: Any) -> int:
     try:
         return len(data[1]) if is_pair(data) else len(data)
     except TypeError:
-        raise _arguments.refused(
+        raise _arguments.argument_error(
             "dataset",
             data,
             error=DatamodelsError,

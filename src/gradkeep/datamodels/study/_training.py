@@ -98,7 +98,7 @@ class Training:
 
         kind = getattr(torch.optim, self.optimizer, None)
         if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-            found = _arguments.shown(self.optimizer)
+            found = _arguments.short_repr(self.optimizer)
             raise DatamodelsError(
                 "torch.optim has no such optimizer", found=found, expected="SGD, Adam"
             )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradkeep import _arguments
 from gradkeep._budgets import format_bytes, parse_budget, parse_bytes
-from gradkeep.errors import BudgetError, RematError, StepChanged
+from gradkeep.errors import BudgetError, RematError, StepChangedError
 from gradkeep.remat.planned._evaluate import Treatment
 from gradkeep.remat.planned._plan_cache import read_plans, write_plans
 from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner, floor_of
@@ -302,7 +302,7 @@ class MemoryBudget:
             try:
                 with self._step(inputs, repeatable=True):
                     return function(*args, **kwargs)
-            except StepChanged:
+            except StepChangedError:
                 with self._step(inputs, keep_all=True):
                     return function(*args, **kwargs)
 

@@ -226,7 +226,9 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
     ]
     if not target.name or (target.exists() and not target.is_file()):
         # Replacing would take the place of a device or a pipe.
-        raise RematError("plans are written to a file of their own", found=str(target))
+        raise RematError(
+            "the output path is not a regular file", code="argument.not_a_file", path=target
+        )
     text = msgspec.json.format(msgspec.json.encode(_PlanFile(1, saved)), indent=1).decode()
     try:
         replace_file(target, text + "\n")

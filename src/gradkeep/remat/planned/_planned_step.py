@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from gradkeep.errors import RematError, StepChanged
+from gradkeep.errors import RematError, StepChangedError
 from gradkeep.remat._rerun import same_content
 from gradkeep.remat._tensors import WATCHED_OTHERWISE, has_storage
 from gradkeep.remat.planned._autograd_graph import GraphWalk
@@ -335,7 +335,7 @@ class PlannedStep(Step):
             if whole
             else "clear the gradients and run the step again: it will be recorded anew"
         )
-        raise StepChanged(what, found=found, fix=fix)
+        raise StepChangedError(what, found=found, fix=fix)
 
 
 def _describe(plan: CompiledPlan, value: int) -> str:

@@ -35,11 +35,11 @@ evicted depends on it, it goes for ever and its dependents are kept for ever.
 """
 
 
-class OutOfMemory(Exception):
+class OutOfMemoryError(Exception):
     """Nothing is left that could be evicted."""
 
 
-class Thrashing(Exception):
+class ThrashingError(Exception):
     """More was recomputed than the limit allows."""
 
 
@@ -254,7 +254,7 @@ class EvictionCore:
             for parent in tensor.parents:
                 self._unlock(parent.storage)
         if self.remat_compute > self.remat_limit:
-            raise Thrashing
+            raise ThrashingError
 
     def _run(self, tensor: TensorNode, need: int, *, again: bool) -> None:
         op = tensor.op
@@ -298,7 +298,7 @@ class EvictionCore:
     def _free(self, need: int) -> None:
         while self.memory + need > self.budget:
             if not self.pool:
-                raise OutOfMemory
+                raise OutOfMemoryError
             self._evict(self._victim())
 
     def _victim(self) -> Storage:
@@ -379,7 +379,7 @@ def _cut(above: Storage, below: Storage) -> None:
 
 
 def run_program(core: EvictionCore, program: Program) -> None:
-    """Drive the core through a program; raises `OutOfMemory` or `Thrashing` where it ends early."""
+    """Drive the core through a program; raises `OutOfMemoryError` or `ThrashingError` where it ends early."""
     # A run makes many objects that refer to each other and all live until its end: looking for
     # garbage among them again and again would take a third of the time.
     collecting = gc.isenabled()

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import MissingExtra, RematError
+from gradkeep.errors import MissingExtraError, RematError
 from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked, keep_all
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class _IntegerProgram:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import coo_array
         except ImportError as error:
-            raise MissingExtra(
+            raise MissingExtraError(
                 "the integer program needs scipy", fix=install_hint("remat")
             ) from error
         self._declare()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import MissingExtra
+from gradkeep.errors import MissingExtraError
 
 if TYPE_CHECKING:
     import os
@@ -75,7 +75,7 @@ def new_figure(width: float, height: float) -> Any:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
+        raise MissingExtraError("pictures need matplotlib", fix=install_hint("remat")) from error
     # A fixed salt, and no date when it is saved: the same rows give the same file.
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     return Figure(figsize=(width, height), layout="constrained")

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Literal
 from gradkeep import _arguments
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
+from gradkeep.remat.simulator._core import (
+    EvictionCore,
+    OutOfMemoryError,
+    Policy,
+    ThrashingError,
+    run_program,
+)
 from gradkeep.remat.simulator._heuristics import PoolSample, RandomChoice
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 from gradkeep.remat.simulator._neighbourhoods import Heuristic
@@ -94,9 +100,9 @@ def simulate(
     status: Literal["ok", "oom", "thrash"] = "ok"
     try:
         run_program(core, program)
-    except OutOfMemory:
+    except OutOfMemoryError:
         status = "oom"
-    except Thrashing:
+    except ThrashingError:
         status = "thrash"
     return SimulationResult(
         status=status,

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from gradkeep.errors import Conflict
+from gradkeep.errors import ConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -82,7 +82,7 @@ class Backend(ABC):
         """Put the joined `parts` under `key`, atomically and only if the name is free.
 
         True if this call created it, False if the very same bytes were there already;
-        raises `Conflict` if other bytes were, `WriteFailed` if the place refused.
+        raises `ConflictError` if other bytes were, `WriteFailedError` if the place refused.
         """
 
     @abstractmethod
@@ -125,9 +125,9 @@ class Backend(ABC):
         """How messages name a key of this place."""
         return f"{self.location}/{key}" if key else self.location
 
-    def conflict(self, key: str) -> Conflict:
+    def conflict(self, key: str) -> ConflictError:
         """The error for a name that is taken by other bytes."""
-        return Conflict(
+        return ConflictError(
             "the name is taken by other bytes; nothing was overwritten",
             path=self.describe(key),
             fix="check that both writers use the same model, data and options; "

@@ -20,7 +20,7 @@ import xxhash
 
 from gradkeep._budgets import parse_bytes
 from gradkeep._surroundings import cache_folder, import_extra
-from gradkeep.errors import ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import ReadOnlyError, StoreError, WriteFailedError
 from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Bucket(Backend):
         views = [flat(part) for part in parts]
         size = sum(map(len, views))
         if size > _LARGEST:
-            raise WriteFailed(
+            raise WriteFailedError(
                 f"one conditional PUT takes at most {_LARGEST} bytes, not {size}",
                 path=self.describe(key),
                 fix="choose fewer rows_per_segment, or put the store in a folder",
@@ -208,7 +208,7 @@ class Bucket(Backend):
             if not self._exclusive:
                 self._prove_exclusive(key, views)
             return True
-        raise WriteFailed(
+        raise WriteFailedError(
             "the name is taken, but there is nothing under it",
             path=self.describe(key),
             fix="if others write here right now, run again; else look at the bucket's own tools",
@@ -232,8 +232,8 @@ class Bucket(Backend):
                 return  # it says nothing about the service: the next value is tried, too
         raise self._not_exclusive(key, "a second PUT under the same name was taken, too")
 
-    def _not_exclusive(self, key: str, found: str) -> WriteFailed:
-        return WriteFailed(
+    def _not_exclusive(self, key: str, found: str) -> WriteFailedError:
+        return WriteFailedError(
             "this service has no conditional writes: of two writers, one would undo the other's work",
             path=self.describe(key),
             found=found,
@@ -341,15 +341,15 @@ class Bucket(Backend):
         told = any(text in str(error) for text in ("os error 13", "os error 30"))
         return isinstance(error, denied) or told
 
-    def _failure(self, error: Exception, key: str) -> WriteFailed:
+    def _failure(self, error: Exception, key: str) -> WriteFailedError:
         if isinstance(error, self._obs.exceptions.NotSupportedError) or "NotImplemented" in str(
             error
         ):
             return self._not_exclusive(key, _first_line(error))
-        kind, what = WriteFailed, "the write failed, and what was written is not there"
+        kind, what = WriteFailedError, "the write failed, and what was written is not there"
         fix = f"{_access(self.location)}; then run again: the work resumes"
         if self._is_refusal(error):
-            kind, what = ReadOnly, "this place does not take writes"
+            kind, what = ReadOnlyError, "this place does not take writes"
             fix = "check the credentials and what they permit, or copy the store elsewhere"
         elif isinstance(error, FileNotFoundError):
             what = "there is no such bucket, or the value is gone"

@@ -19,7 +19,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from gradkeep.errors import Damaged, ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import DamagedError, ReadOnlyError, StoreError, WriteFailedError
 from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
 from gradkeep.store.backends._plain_file import (
     PlainFile,
@@ -118,7 +118,7 @@ class LocalDisk(Backend):
         except FileExistsError:
             return False
         except OSError as error:
-            raise WriteFailed(
+            raise WriteFailedError(
                 "this filesystem offers neither hard links nor rename without replacing",
                 path=target,
                 found=os.strerror(error.errno or 0),
@@ -278,7 +278,7 @@ class LocalDisk(Backend):
         if not key:
             return self.root
         if _OUTSIDE.search(f"/{key}/"):
-            raise Damaged(
+            raise DamagedError(
                 "a name that leads out of the store",
                 path=self.location,
                 found=ascii(key)[:200],
@@ -302,12 +302,12 @@ class LocalDisk(Backend):
             at = key.find("/", at + 1)
         return path
 
-    def _refusal(self, error: OSError, key: str) -> WriteFailed:
+    def _refusal(self, error: OSError, key: str) -> WriteFailedError:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        kind, what = WriteFailed, "the write failed; nothing of it was kept"
+        kind, what = WriteFailedError, "the write failed; nothing of it was kept"
         fix = "check the disk, then run again: the work resumes"
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            kind, what = ReadOnly, "this place does not take writes"
+            kind, what = ReadOnlyError, "this place does not take writes"
             fix = "check the permissions, or copy the store to a place you may write to"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             what = "the disk is full; nothing of this write was kept"

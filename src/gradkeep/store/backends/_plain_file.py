@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from gradkeep.errors import Damaged, StoreError
+from gradkeep.errors import DamagedError, StoreError
 from gradkeep.store.backends._backend import Readable
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def open_plain(path: str) -> tuple[int, os.stat_result]:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise Damaged(
+        raise DamagedError(
             f"{what} in place of a file",
             path=path,
             fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
@@ -120,7 +120,7 @@ def open_plain(path: str) -> tuple[int, os.stat_result]:
     return fd, status
 
 
-def link_in_place(path: str) -> Damaged:
+def link_in_place(path: str) -> DamagedError:
     """The error for a link where a file or folder must be."""
     try:
         target = os.readlink(path)
@@ -129,7 +129,7 @@ def link_in_place(path: str) -> Damaged:
     where = (
         "that leads nowhere" if not os.path.exists(path) else "and not the file or folder itself"
     )
-    return Damaged(
+    return DamagedError(
         f"a link {where}",
         path=path,
         found=f"a link to {ascii(target)[:200]}; nothing in a store is read through a link",

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
+from gradkeep.errors import (
+    DamagedError,
+    InvalidRowsError,
+    MissingRowsError,
+    NotSealedError,
+    StoreError,
+)
 from gradkeep.store.blocks._columns import (
     Batch,
     Column,
@@ -79,7 +85,7 @@ class Block:
         else:
             newest = latest_manifest(self.backend, self.folder)
             if newest is None:
-                raise NotSealed(
+                raise NotSealedError(
                     "this block is not complete: no version of it was sealed",
                     path=self.path,
                     fix="finish the work that writes it, or pass live=True for the rows so far",
@@ -87,7 +93,7 @@ class Block:
             manifest = newest
         if manifest.schema_hash != self.schema.hash:
             path = self.backend.describe(manifest_key(self.folder, manifest.version))
-            raise Damaged("the manifest belongs to another schema", path=path)
+            raise DamagedError("the manifest belongs to another schema", path=path)
         return manifest
 
     def __len__(self) -> int:
@@ -125,7 +131,7 @@ class Block:
         Its bytes are verified just before it is handed out, so they are in the cache when used.
         """
         if batch_rows is not None:
-            _arguments.count("batch_rows", batch_rows, error=InvalidRows, least=1)
+            _arguments.count("batch_rows", batch_rows, error=InvalidRowsError, least=1)
         arrays = self._arrays(names)
         chosen = range(len(self.manifest.segments)) if segments is None else segments
         entries = [self.manifest.segments[number] for number in chosen]
@@ -184,7 +190,7 @@ class Block:
     ) -> Batch:
         """The rows with these ids, in this order; reads only their bytes.
 
-        An id that is not there raises `MissingRows`. Only `fill=nan` may stand in for it, and
+        An id that is not there raises `MissingRowsError`. Only `fill=nan` may stand in for it, and
         only in float arrays: a missing row never reads as a number.
         """
         wanted = self._wanted(ids)
@@ -203,7 +209,7 @@ class Block:
         positions = whole_numbers(rows, path=self.path)
         outside = positions[(positions < 0) | (positions >= len(self))]
         if len(outside):
-            raise MissingRows(
+            raise MissingRowsError(
                 f"there is no row {int(outside[0])}, only 0 to {len(self) - 1}", path=self.path
             )
         if self._index is not None:
@@ -213,7 +219,7 @@ class Block:
         return Batch(ids, columns)
 
     def positions(self, ids: Any) -> AnyArray:
-        """The positions (0 to N - 1) of the rows with these ids; raises `MissingRows`."""
+        """The positions (0 to N - 1) of the rows with these ids; raises `MissingRowsError`."""
         return self._ids().rows(self._wanted(ids), path=self.path)
 
     def _wanted(self, ids: Any) -> AnyArray:

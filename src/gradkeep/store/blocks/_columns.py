@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep.errors import InvalidRows, MissingRows
+from gradkeep.errors import InvalidRowsError, MissingRowsError
 from gradkeep.store.blocks._encoding import LARGEST, AnyArray, FloatArray, decode, may_overflow
 
 if TYPE_CHECKING:
@@ -175,10 +175,11 @@ def check_fill(fill: float, arrays: Sequence[Array], *, path: str) -> None:
     whole = [array.name for array in arrays if array.dtype[:5] != "float" or array.ragged]
     is_number = isinstance(fill, float | np.floating)
     if not is_number or not math.isnan(fill) or whole:
-        raise InvalidRows(
+        raise InvalidRowsError(
             "only NaN may stand for a missing row, and only in float arrays of fixed shape",
             path=path,
-            found=f"fill={_arguments.shown(fill)}" + (f" for {', '.join(whole)}" if whole else ""),
+            found=f"fill={_arguments.short_repr(fill)}"
+            + (f" for {', '.join(whole)}" if whole else ""),
             fix="pass fill=float('nan') and name only float arrays",
         )
 
@@ -196,16 +197,16 @@ _WITHIN = (1 << _PAGE_BITS) - 1
 
 
 def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
-    """Ids as int64 `[B]`; raises `InvalidRows` unless they are whole, in range and different."""
+    """Ids as int64 `[B]`; raises `InvalidRowsError` unless they are whole, in range and different."""
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu().numpy()
     values = _wholes(ids, path=path)
     if values.ndim != 1:
         raise _not_ids(values, path=path)
     if len(values) and (lowest := int(values.min())) < 0:
-        raise InvalidRows("an id is negative", path=path, found=lowest, expected="0 or more")
+        raise InvalidRowsError("an id is negative", path=path, found=lowest, expected="0 or more")
     if num_examples is not None and len(values) and (top := int(values.max())) >= num_examples:
-        raise InvalidRows(
+        raise InvalidRowsError(
             f"the store has {num_examples} examples, but the ids reach {top}",
             path=path,
             fix="pass the data set's real size as num_examples",
@@ -213,12 +214,12 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
     unique, counts = np.unique(values, return_counts=True)
     if len(unique) != len(values):
         twice = _few(unique[counts > 1])
-        raise InvalidRows("an id occurs twice in one batch", path=path, found=twice)
+        raise InvalidRowsError("an id occurs twice in one batch", path=path, found=twice)
     return values
 
 
 def whole_numbers(values: Any, *, path: str) -> AnyArray:
-    """Ids or row numbers as int64 `[N]`; `InvalidRows` for all but whole numbers.
+    """Ids or row numbers as int64 `[N]`; `InvalidRowsError` for all but whole numbers.
 
     A float is refused even if nothing stands after its point: where 3.0 comes from, 3.7 may come
     too, and a row that is not the one that was meant must never be read or dropped.
@@ -236,7 +237,7 @@ def _wholes(given: Any, *, path: str) -> AnyArray:
     if values.size == 0:
         return values.astype(np.int64)
     if values.dtype == np.uint64 and int(values.max()) > np.iinfo(np.int64).max:
-        raise InvalidRows("ids must be below 2**63", path=path, found=int(values.max()))
+        raise InvalidRowsError("ids must be below 2**63", path=path, found=int(values.max()))
     # numpy takes True among numbers for 1.
     listed = isinstance(given, list | tuple) and any(isinstance(item, bool) for item in given)
     if values.dtype.kind not in "iu" or listed:
@@ -244,9 +245,9 @@ def _wholes(given: Any, *, path: str) -> AnyArray:
     return values.astype(np.int64)
 
 
-def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRows:
+def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRowsError:
     kind = "bool" if bools else values.dtype
-    return InvalidRows(
+    return InvalidRowsError(
         "ids must be a list of whole numbers", path=path, found=f"{kind} of shape {values.shape}"
     )
 
@@ -293,11 +294,11 @@ class IdIndex:
         self._order = None if self._counting else np.argsort(ids, kind="stable")
 
     def rows(self, wanted: AnyArray, *, path: str) -> AnyArray:
-        """The row of each id; raises `MissingRows` naming those that are not there."""
+        """The row of each id; raises `MissingRowsError` naming those that are not there."""
         rows = self.find(wanted)
         missing = wanted[rows < 0]
         if len(missing):
-            raise MissingRows(
+            raise MissingRowsError(
                 f"{len(missing)} of {len(wanted)} rows are not in this block",
                 path=path,
                 found=f"no row with id {_few(missing)}",

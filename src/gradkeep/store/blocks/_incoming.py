@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.errors import InvalidRows
+from gradkeep.errors import InvalidRowsError
 from gradkeep.store.blocks._columns import Ragged
 from gradkeep.store.blocks._encoding import Encoded, encode
 from gradkeep.store.blocks._packing import PackedSegment, StoredArray, pack
@@ -25,7 +25,7 @@ def checked_rows(
     names = {array.name for array in schema.arrays}
     missing, unknown = sorted(names - set(arrays)), sorted(set(arrays) - names)
     if missing or unknown:
-        raise InvalidRows(
+        raise InvalidRowsError(
             "a batch must hold exactly the arrays of the schema",
             path=path,
             found=f"missing {missing}, unknown {unknown}",
@@ -128,7 +128,7 @@ def _check_finite(
         row = int(np.flatnonzero(bad)[0])
         if offsets is not None:
             row = int(np.searchsorted(offsets, row, side="right")) - 1
-        raise InvalidRows(
+        raise InvalidRowsError(
             f"array {array.name!r} holds NaN or infinity",
             path=path,
             found=f"{int(bad.sum())} rows of this batch, the first with id {int(ids[row])}",
@@ -136,8 +136,8 @@ def _check_finite(
         )
 
 
-def _wrong(array: Array, found: str, expected: str, *, path: str) -> InvalidRows:
-    return InvalidRows(f"array {array.name!r}", path=path, found=found, expected=expected)
+def _wrong(array: Array, found: str, expected: str, *, path: str) -> InvalidRowsError:
+    return InvalidRowsError(f"array {array.name!r}", path=path, found=found, expected=expected)
 
 
 class SegmentBuffer:

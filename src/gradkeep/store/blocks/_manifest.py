@@ -18,7 +18,13 @@ import msgspec
 import numpy as np
 import xxhash
 
-from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
+from gradkeep.errors import (
+    ConflictError,
+    DamagedError,
+    InvalidRowsError,
+    MissingRowsError,
+    StoreError,
+)
 from gradkeep.store._document import (
     LARGE_DOCUMENT,
     LARGEST_DOCUMENT,
@@ -161,7 +167,7 @@ def load_manifest(
         if version in heads_of(backend, folder):
             raise _lost(backend, folder, version) from None
         have = ", ".join(map(str, manifest_versions(backend, folder))) or "none"
-        raise MissingRows(
+        raise MissingRowsError(
             f"there is no version {version} of this block, only {have}",
             path=backend.describe(folder),
             fix="older versions are removed by `gradkeep gc`; open the block without `version=`",
@@ -169,10 +175,10 @@ def load_manifest(
     _check_manifest(manifest, backend.describe(name))
     if manifest.version != version:
         what = f"the manifest of version {manifest.version} under the name of version {version}"
-        raise Damaged(what, path=backend.describe(name))
+        raise DamagedError(what, path=backend.describe(name))
     known = (heads_of(backend, folder) if recorded is None else recorded).get(version)
     if known is not None and manifest.digest not in known:
-        raise Damaged(
+        raise DamagedError(
             "it is not the manifest that was published under this number",
             path=backend.describe(name),
             fix="restore it from a copy of this store, or `gradkeep verify STORE --repair`",
@@ -191,8 +197,8 @@ def _check_manifest(manifest: Manifest, path: str) -> None:
         raise not_ours(path, "more rows or bytes than can be counted")
 
 
-def _lost(backend: Backend, folder: str, version: int) -> Damaged:
-    return Damaged(
+def _lost(backend: Backend, folder: str, version: int) -> DamagedError:
+    return DamagedError(
         f"version {version} of this block was published and is gone",
         path=backend.describe(manifest_key(folder, version)),
         fix="restore it from a copy of this store; or let `gradkeep verify STORE --repair` forget "
@@ -219,7 +225,7 @@ def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
 def publish_manifest(
     backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
 ) -> Manifest:
-    """Put the manifest under its number, then its record; raises `Conflict` if another took it."""
+    """Put the manifest under its number, then its record; raises `ConflictError` if another took it."""
     # The first manifest has no `previous`, and stays what it always was, byte for byte.
     data = to_bytes(manifest)
     backend.put_if_absent(manifest_key(folder, manifest.version), [data], durability=durability)
@@ -246,7 +252,7 @@ def open_segment(
     try:
         segment = Segment(backend, key, verify=verify)
     except FileNotFoundError:
-        raise MissingRows(
+        raise MissingRowsError(
             f"a segment with {entry.rows} rows is gone",
             path=backend.describe(key),
             fix="it was written when rows were dropped and nothing can write it again: open an older "
@@ -262,7 +268,7 @@ def open_segment(
         problem = "it is not the segment that the manifest names"
     if problem is not None:
         segment.close()
-        raise Damaged(
+        raise DamagedError(
             problem,
             path=backend.describe(key),
             fix="`gradkeep verify STORE --repair` moves the file aside; "
@@ -325,7 +331,7 @@ def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | Non
     file = segment_file(number)
     with contextlib.closing(Segment(backend, f"{folder}/{file}")) as segment:
         if schema is not None and segment.schema_hash != schema.hash:
-            raise Damaged("this segment belongs to another schema", path=segment.path)
+            raise DamagedError("this segment belongs to another schema", path=segment.path)
         return SegmentEntry(file, segment.rows, segment.size, segment.digest)
 
 
@@ -358,7 +364,7 @@ def seal(
             backend.ensure_durable(
                 f"{folder}/{entry.file}" for entry in fresh if entry.file not in own
             )
-        with contextlib.suppress(Conflict):  # another took the number: look again
+        with contextlib.suppress(ConflictError):  # another took the number: look again
             return publish_manifest(backend, folder, candidate, durability=durability)
 
 
@@ -373,7 +379,7 @@ def _candidate(
     holes = sorted(set(range(first, max(fresh, default=first - 1) + 1)) - set(fresh))
     if gone or holes:
         names = gone + [segment_file(number) for number in holes]
-        raise MissingRows(
+        raise MissingRowsError(
             f"{len(names)} segments are missing",
             path=backend.describe(folder),
             found=", ".join(names[:5]) + (" ..." if len(names) > 5 else ""),
@@ -395,7 +401,7 @@ def _check_rows(
 ) -> None:
     path = backend.describe(folder)
     if schema.num_rows is not None and candidate.next_row != schema.num_rows:
-        raise MissingRows(
+        raise MissingRowsError(
             f"the block is not complete: {candidate.next_row} of {schema.num_rows} rows",
             path=path,
             fix="run the work again: it resumes after the rows that are there",
@@ -409,7 +415,7 @@ def _check_rows(
             short = entry.rows != schema.rows_per_segment
             last = index == len(candidate.segments) - 1
         if len(repeated):
-            raise InvalidRows(
+            raise InvalidRowsError(
                 "ids occur in two segments",
                 path=backend.describe(f"{folder}/{entry.file}"),
                 found=f"id {int(repeated[0])}" + (" and more" if len(repeated) > 1 else ""),
@@ -417,7 +423,7 @@ def _check_rows(
             )
         if short and not last and index >= fresh_from:
             what = f"a segment in the middle has {entry.rows} of {schema.rows_per_segment} rows"
-            raise MissingRows(what, path=backend.describe(f"{folder}/{entry.file}"))
+            raise MissingRowsError(what, path=backend.describe(f"{folder}/{entry.file}"))
 
 
 def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
@@ -430,7 +436,7 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
     block.read(unwanted, [])  # raises for ids that are not there
     newest = latest_manifest(backend, folder)
     if newest is None or newest.version != block.version:
-        raise Conflict(
+        raise ConflictError(
             f"version {block.version} is not the newest",
             path=block.path,
             fix="open the block again and repeat",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep._arguments import check_fields, writable
-from gradkeep.errors import Damaged, SchemaMismatch, StoreError
+from gradkeep.errors import DamagedError, SchemaMismatchError, StoreError
 from gradkeep.store._document import (
     LARGEST_WHOLE,
     Count,
@@ -258,7 +258,7 @@ class Schema:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, path: str = "a schema") -> Schema:
-        """The schema from its JSON fields; raises `Damaged` if they are not those of one."""
+        """The schema from its JSON fields; raises `DamagedError` if they are not those of one."""
         record = parse_record(_SchemaRecord, fields, path=path)
         layers = tuple(parse_record(Layer, layer, path=path) for layer in record.layers)
         for layer in layers:
@@ -273,10 +273,10 @@ class Schema:
                 layers=layers,
                 fingerprints=record.fingerprints,
             )
-        except Damaged:
+        except DamagedError:
             raise
         except StoreError as error:
-            raise not_ours(path, error.what[:200]) from None
+            raise not_ours(path, error.message[:200]) from None
 
     def diff(self, wanted: Schema) -> list[str]:
         """One line for every difference between this, the stored schema, and the wanted one.
@@ -304,10 +304,10 @@ stored '1a', asked for '2b'"]
         return lines
 
     def require_same(self, wanted: Schema, *, path: str) -> None:
-        """Raise `SchemaMismatch` with the diff unless the wanted schema is this one."""
+        """Raise `SchemaMismatchError` with the diff unless the wanted schema is this one."""
         lines = self.diff(wanted)
         if lines:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 "the stored rows were made from something else; nothing was written",
                 path=path,
                 found="".join(f"\n    {line}" for line in lines),

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from gradkeep.errors import Damaged
+from gradkeep.errors import DamagedError
 from gradkeep.store.backends._backend import flat
 from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decompress
@@ -109,7 +109,7 @@ class Segment:
         return int(value)
 
     def require_form(self, array: Array) -> None:
-        """Raise `Damaged` unless the tensors of an array have the form that the schema says."""
+        """Raise `DamagedError` unless the tensors of an array have the form that the schema says."""
         if array.name in self._fitting:
             return
         name, rows = array.name, self.rows
@@ -347,7 +347,7 @@ class Segment:
                 at += until - row
                 row = until
 
-    def check_everything(self) -> list[Damaged]:
+    def check_everything(self) -> list[DamagedError]:
         """Every tensor that is not as it was written."""
         found = []
         mapped = self._file.map()
@@ -364,8 +364,8 @@ class Segment:
         self._file.close()
         self._map = None
 
-    def _damage(self, part: str, what: str) -> Damaged:
-        return Damaged(
+    def _damage(self, part: str, what: str) -> DamagedError:
+        return DamagedError(
             f"{part} {what}",
             path=self.path,
             fix="`gradkeep verify STORE --repair` moves the file aside; "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from gradkeep.errors import Conflict, InvalidRows, MissingRows, StoreError
+from gradkeep.errors import ConflictError, InvalidRowsError, MissingRowsError, StoreError
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import IdSet, as_ids
@@ -183,7 +183,7 @@ class Writer:
         if self._failure is not None:
             raise self._failure
         if self._filling is not None:
-            raise MissingRows(
+            raise MissingRowsError(
                 f"{self._filling.count} rows were given but not kept: the block was not sealed",
                 path=self.path,
                 fix="call seal() when all rows are in, or use the writer as a context manager",
@@ -223,7 +223,7 @@ class Writer:
         self._check_room(len(ids))
         repeated = self._seen.among(ids)
         if len(repeated):
-            raise InvalidRows(f"id {int(repeated[0])} was given before", path=self.path)
+            raise InvalidRowsError(f"id {int(repeated[0])} was given before", path=self.path)
         self._seen.add(ids)
         try:
             self._place(ids, arrays)
@@ -242,7 +242,7 @@ class Writer:
                 self._compare(number, ids[chunk])
             elif self._mine(number):
                 if arrays is None:
-                    raise MissingRows(
+                    raise MissingRowsError(
                         f"row {self._position} was skipped but is not in the store yet",
                         path=self.path,
                         fix="skip only while needs() is False",
@@ -299,7 +299,7 @@ class Writer:
         key = f"{self.folder}/{file}"
         sealed = self._sealed.get(file, packed.digest)
         if packed.digest != sealed:
-            raise InvalidRows(
+            raise InvalidRowsError(
                 "these are not the rows that the sealed version lacks; nothing was written",
                 path=self._backend.describe(key),
                 fix="run the work with the same model, data and order as before, "
@@ -330,7 +330,7 @@ class Writer:
         end = self._position + count
         limit = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
         if limit is not None and end > limit:
-            raise InvalidRows(
+            raise InvalidRowsError(
                 f"more rows than the block has: {end} of {limit}",
                 path=self.path,
                 fix="give the data set's real size as num_rows"
@@ -341,7 +341,7 @@ class Writer:
     def _check_complete(self) -> None:
         wanted = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
         if wanted is not None and self._position != wanted:
-            raise MissingRows(
+            raise MissingRowsError(
                 f"{wanted - self._position} rows are missing; the block was not sealed",
                 path=self.path,
                 fix="run again with all rows: full segments are kept and not written twice",
@@ -375,7 +375,7 @@ class Writer:
         there = self._done | ({number} if whole else set())
         missing = [one for one in self._share.segments if one not in there]
         if missing:
-            raise MissingRows(
+            raise MissingRowsError(
                 f"rows of segment {missing[0]} are missing; it was not written",
                 path=self.path,
                 found=f"rows up to {self._position}",
@@ -390,7 +390,7 @@ class Writer:
         with contextlib.closing(Segment(self._backend, key)) as segment:
             stored = segment.small("ids")[start : start + len(ids)]
         if not np.array_equal(stored, ids):
-            raise InvalidRows(
+            raise InvalidRowsError(
                 "the rows come in another order than when this block was begun",
                 path=self._backend.describe(key),
                 found=f"ids {ids[:5].tolist()} ... at row {self._position}",
@@ -435,6 +435,6 @@ def ensure_schema(backend: Backend, folder: str, schema: Schema, *, durability: 
         data = _document.to_bytes(schema.to_fields())
         _document.check_size(data, "this schema")
         # On a conflict another process entered one in this very moment: that one is compared.
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(ConflictError):
             backend.put_if_absent(key, [data], durability=durability)
     load_schema(backend, folder).require_same(schema, path=backend.describe(key))

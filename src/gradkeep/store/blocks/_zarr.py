@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._surroundings import import_extra
-from gradkeep.errors import NotSealed, StoreError
+from gradkeep.errors import NotSealedError, StoreError
 from gradkeep.store.blocks._manifest import open_segment
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def zarr_view(block: Block, name: str) -> Any:
 
     For plain and `float16` arrays (which appear as float16) of fixed shape, uncompressed, in
     segments of equal length; anything else is refused. A segment that is gone raises
-    `MissingRows`: Zarr's habit of reading what is missing as the fill value has no way in.
+    `MissingRowsError`: Zarr's habit of reading what is missing as the fill value has no way in.
 
     >>> import gradkeep as gk
     >>> store = gk.open(gk.store.Memory())
@@ -171,7 +171,7 @@ def _checked(block: Block, name: str) -> Array:
     if array.compression is not None:
         raise _refused(block, array, f"compression {array.compression!r}", "no compression")
     if block.version < 0 and array.stored_dtype.kind != "f":
-        raise NotSealed(
+        raise NotSealedError(
             f"array {name!r} of a block that is still being written: whole numbers have no NaN "
             "to stand for rows that are not there",
             path=block.path,

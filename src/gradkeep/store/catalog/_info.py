@@ -208,7 +208,7 @@ def _row_set(store: Store, facts: BlockFacts) -> RowSetInfo:
     try:
         counts = Rows(store.backend, facts.address.folder).counts()
     except (GradkeepError, FileNotFoundError) as error:
-        problem = error.what if isinstance(error, GradkeepError) else f"{error.filename} is gone"
+        problem = error.message if isinstance(error, GradkeepError) else f"{error.filename} is gone"
         return RowSetInfo(dataclasses.replace(facts, state="unreadable", problem=problem))
     return RowSetInfo(facts, counts.done, counts.leased, counts.failed, counts.pending)
 

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from gradkeep._surroundings import import_extra
-from gradkeep.errors import Damaged, ReadOnly
+from gradkeep.errors import DamagedError, ReadOnlyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,9 +44,9 @@ def is_samples(name: str) -> bool:
 
 
 def check_samples(data: bytes | memoryview, name: str, *, path: str) -> None:
-    """Raise `Damaged` unless the bytes are those that the name promises."""
+    """Raise `DamagedError` unless the bytes are those that the name promises."""
     if xxhash.xxh3_128_hexdigest(data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
-        raise Damaged(
+        raise DamagedError(
             "this Parquet file is not as it was written",
             path=path,
             fix="delete it, or run `gradkeep verify STORE --repair`: it is made again when needed",
@@ -122,7 +122,7 @@ def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, pa
         # Without threads: those that pyarrow leaves behind can abort a process that ends at once.
         found = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise Damaged(
+        raise DamagedError(
             "this Parquet file cannot be read", path=path, found=str(error)[:200]
         ) from error
     wanted = samples_table(block, labels)
@@ -157,7 +157,7 @@ def ensure_samples(
     digest = xxhash.xxh3_128_hexdigest(data)
     name = f"{_PREFIX}{block.version:06d}-{_tie(block, digest)}-{digest}{_SUFFIX}"
     # A store that may only be read is queried all the same.
-    with contextlib.suppress(ReadOnly):
+    with contextlib.suppress(ReadOnlyError):
         backend.put_if_absent(f"{block.folder}/{name}", [data], durability=durability)
     return data
 

@@ -366,7 +366,7 @@ class _BlockScan:
         except FileNotFoundError:
             self._note(key, "it is gone")
         except GradkeepError as error:
-            self._note(key, error.what)
+            self._note(key, error.message)
         return None
 
     def _note(self, key: str, what: str) -> None:
@@ -395,7 +395,7 @@ def scan_runs(backend: Backend) -> list[RunFacts]:
             if run is not None:
                 found.append(RunFacts(name, run.config, _printable(run.code), _printable(run.data)))
         except GradkeepError as error:
-            found.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.what}"))
+            found.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.message}"))
     return found
 
 
@@ -410,7 +410,7 @@ def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
                     weights, parent = _printable(x.weights), _printable(x.parent)
                     found.append(CheckpointFacts(run, name, weights, x.step, x.lr, parent))
             except GradkeepError as error:
-                problem = f"{RUNS}/{run}/ckpt/{name}/ckpt.json: {error.what}"
+                problem = f"{RUNS}/{run}/ckpt/{name}/ckpt.json: {error.message}"
                 found.append(CheckpointFacts(run, name, problem=problem))
     # Those without a step first.
     return sorted(found, key=lambda x: (x.run, x.step is not None, x.step or 0, x.name))

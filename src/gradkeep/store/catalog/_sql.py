@@ -25,7 +25,7 @@ import numpy as np
 
 from gradkeep._display import html_table, text_table
 from gradkeep._surroundings import import_extra
-from gradkeep.errors import Damaged, StoreError
+from gradkeep.errors import DamagedError, StoreError
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
 from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
@@ -162,7 +162,9 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Backend], Iterator[dict[str, 
 def _readable(record: _Record) -> _Record:
     """The record; raises if it cannot be read, as an answer without it would be wrong."""
     if record.problem is not None:
-        raise Damaged(record.problem, fix="`gradkeep verify STORE --repair` moves the file aside")
+        raise DamagedError(
+            record.problem, fix="`gradkeep verify STORE --repair` moves the file aside"
+        )
     return record
 
 

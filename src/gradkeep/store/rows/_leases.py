@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep.errors import Conflict, Damaged, LeaseLost
+from gradkeep.errors import ConflictError, DamagedError, LeaseLostError
 from gradkeep.store._document import Finite, Record, read_document, to_bytes
 from gradkeep.store.blocks._manifest import is_number
 
@@ -74,7 +74,7 @@ def load_lease(backend: Backend, folder: str, row: int, number: int) -> Lease | 
     """A lease; None if it is gone or unreadable, which for a lease is the same."""
     try:
         record = read_document(backend, lease_key(folder, row, number), LeaseRecord)
-    except (FileNotFoundError, Damaged):
+    except (FileNotFoundError, DamagedError):
         return None
     return Lease(row, number, record.owner, record.token, record.expires)
 
@@ -88,19 +88,19 @@ def take_lease(
     try:
         # A lease lost to a power cut is a lease that ended: no fsync is worth waiting for.
         backend.put_if_absent(lease_key(folder, row, number), [data], durability="process")
-    except Conflict:
+    except ConflictError:
         return None
     return lease
 
 
 def renew_lease(backend: Backend, folder: str, lease: Lease, *, seconds: float) -> Lease:
-    """The same lease with a later end; raises `LeaseLost` if it was taken over."""
+    """The same lease with a later end; raises `LeaseLostError` if it was taken over."""
     renewed = None
     if _stands(backend, folder, lease):
         number = lease.number + 1
         renewed = take_lease(backend, folder, lease.row, number, owner=lease.owner, seconds=seconds)
     if renewed is None:
-        raise LeaseLost(
+        raise LeaseLostError(
             f"row {lease.row} was taken over by another worker",
             path=backend.describe(lease_key(folder, lease.row, lease.number + 1)),
             fix="stop working on it; if this happens often, ask for longer leases",

@@ -16,7 +16,13 @@ import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
+from gradkeep.errors import (
+    ConflictError,
+    DamagedError,
+    InvalidRowsError,
+    MissingRowsError,
+    StoreError,
+)
 from gradkeep.store._document import Count, Record, read_document, to_bytes
 from gradkeep.store._keys import HEADS
 from gradkeep.store._records import record_head
@@ -144,13 +150,13 @@ class RowFiles:
         return largest
 
     def _check_size(self, size: int) -> None:
-        """Raise `Damaged` if the record of a size is another's under its name, as after a rename."""
+        """Raise `DamagedError` if the record of a size is another's under its name, as after a rename."""
         try:
             told = read_document(self._backend, size_key(self.folder, size), SizeRecord).num_rows
         except (StoreError, FileNotFoundError):
             return  # the name says it all; `verify` tells of the rest
         if told != size:
-            raise Damaged(
+            raise DamagedError(
                 f"a number of rows, {told}, under another's name",
                 path=self._backend.describe(size_key(self.folder, size)),
                 fix="`gradkeep verify STORE --repair` moves it aside",
@@ -162,7 +168,9 @@ class RowFiles:
         check_size(num_rows, path=self.path)
         largest = self.num_rows
         if num_rows < largest:
-            raise InvalidRows(f"rows can only be added: {num_rows} of {largest}", path=self.path)
+            raise InvalidRowsError(
+                f"rows can only be added: {num_rows} of {largest}", path=self.path
+            )
         if num_rows > 0:
             # Also when it is known: whoever set it may have died before it was durable.
             set_size(self._backend, self.folder, num_rows, durability=self._durability)
@@ -173,7 +181,7 @@ class RowFiles:
     ) -> bool:
         """Put one row; True if it is now the stored one, False if the row was there already.
 
-        If the row that is there has other values, `differing="raise"` raises `Conflict`;
+        If the row that is there has other values, `differing="raise"` raises `ConflictError`;
         `"keep"` keeps the first and logs both digests (trainings may differ in the last bit),
         but a different mask raises all the same.
         """
@@ -190,7 +198,7 @@ class RowFiles:
                 created = self._backend.put_if_absent(
                     self._row_key(row), packed.parts, durability=self._durability
                 )
-            except Conflict:
+            except ConflictError:
                 if self._durability == "full":
                     with contextlib.suppress(FileNotFoundError):
                         self._backend.ensure_durable([self._row_key(row)])
@@ -222,7 +230,7 @@ class RowFiles:
         if not unlike:
             return
         if differing == "raise" or any(array.kind == "mask" for array in unlike):
-            raise Conflict(
+            raise ConflictError(
                 f"row {row} was put before with other values; the first was kept",
                 path=self.path,
                 found=f"different {', '.join(array.name for array in unlike)}",
@@ -258,7 +266,7 @@ class RowFiles:
     def read(
         self, rows: Any, names: Sequence[str] | None = None, *, fill: float | None = None
     ) -> Batch:
-        """These rows, in this order; a row that is not done raises `MissingRows`.
+        """These rows, in this order; a row that is not done raises `MissingRowsError`.
 
         `fill=nan` stands in for missing rows, in float arrays only.
         """
@@ -298,7 +306,7 @@ class RowFiles:
             place.update(zip(packed, range(len(place), len(place) + len(packed)), strict=True))
         missing = sorted(set(wanted.tolist()) - set(place))
         if missing:
-            raise MissingRows(
+            raise MissingRowsError(
                 f"{len(missing)} of {len(wanted)} rows are not done",
                 path=self.path,
                 found=f"no row {', '.join(map(str, missing[:5]))}"
@@ -321,7 +329,7 @@ class RowFiles:
             with contextlib.closing(segment):
                 other = segment.schema_hash != self.schema.hash
                 if other or segment.small("ids").tolist() != [row]:
-                    raise Damaged(
+                    raise DamagedError(
                         "this file is not the row its name says",
                         path=segment.path,
                         fix="`gradkeep verify STORE --repair` moves it aside",
@@ -339,7 +347,7 @@ class RowFiles:
         Readers may read and writers may put meanwhile, and several processes may compact. Full
         files only, unless `partial`. A kill at any moment leaves every row readable.
         """
-        _arguments.count("rows_per_file", rows_per_file, error=InvalidRows, least=1)
+        _arguments.count("rows_per_file", rows_per_file, error=InvalidRowsError, least=1)
         moved = 0
         waiting: list[int] | None = None
         while True:
@@ -364,7 +372,7 @@ class RowFiles:
                 packed = pack_batch(self.schema, self.read(rows), first_row=0)
                 try:
                     self._backend.put_if_absent(key, packed.parts, durability=self._durability)
-                except Conflict:  # another process packed other rows under this number
+                except ConflictError:  # another process packed other rows under this number
                     rows = None
             # Whoever finds a packed file that no manifest names yet, finishes the work of the one
             # that wrote it.
@@ -405,7 +413,7 @@ class RowFiles:
         manifest = (newest or no_version(self.schema)).with_more([entry])
         try:
             publish_manifest(self._backend, self.folder, manifest, durability=self._durability)
-        except Conflict:
+        except ConflictError:
             return False
         return True
 
@@ -457,7 +465,7 @@ class RowFiles:
         as_ids([row], num_examples=None, path=self.path)
         total = self.num_rows
         if row >= total:
-            raise InvalidRows(
+            raise InvalidRowsError(
                 f"there is no row {row}, only 0 to {total - 1}",
                 path=self.path,
                 fix="call grow() to make room for more rows",
@@ -479,10 +487,10 @@ def drop_packed_file(backend: Backend, folder: str, key: str) -> bool:
 
 
 def check_size(num_rows: int, *, path: str) -> None:
-    """Raise `InvalidRows` unless so many rows can be asked for."""
+    """Raise `InvalidRowsError` unless so many rows can be asked for."""
     whole = isinstance(num_rows, int | np.integer) and not isinstance(num_rows, bool)
     if not whole or not 0 <= num_rows <= _MOST_ROWS:
-        raise InvalidRows(
+        raise InvalidRowsError(
             f"the number of rows must be from 0 to {_MOST_ROWS}",
             path=path,
             found=repr(num_rows)[:60],

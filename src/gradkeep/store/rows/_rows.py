@@ -16,7 +16,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._display import head_and_tail
-from gradkeep.errors import InvalidRows, StoreError
+from gradkeep.errors import InvalidRowsError, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
 from gradkeep.store.blocks._columns import whole_numbers
 from gradkeep.store.blocks._manifest import is_number, numbered_files
@@ -100,8 +100,8 @@ class Rows(RowFiles):
 
         Workers begin their search at different rows, so that they seldom meet.
         """
-        _arguments.count("count", count, error=InvalidRows, least=1)
-        _arguments.count("max_attempts", max_attempts, error=InvalidRows, least=1)
+        _arguments.count("count", count, error=InvalidRowsError, least=1)
+        _arguments.count("max_attempts", max_attempts, error=InvalidRowsError, least=1)
         seconds = _arguments.number("seconds", seconds, error=StoreError)
         # Any text, as a broken host name has it too.
         _arguments.instance("owner", owner, (str, type(None)), error=StoreError)
@@ -222,7 +222,7 @@ class Rows(RowFiles):
         """The state of every row, in order; of very many, `counts()` tells how many are in each."""
         total = self.num_rows
         if total > _MOST_STATES:
-            raise InvalidRows(
+            raise InvalidRowsError(
                 f"there are too many rows to tell of each: {total} of {_MOST_STATES}",
                 path=self.path,
                 fix="counts() tells how many are done, leased, failed and pending",

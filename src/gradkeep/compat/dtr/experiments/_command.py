@@ -385,5 +385,5 @@ def ignored_keys(
 
 def told_of(error: GradkeepError, where: str = "", path: Path | None = None) -> RematError:
     """The same error, with the place in the configuration that it is about."""
-    what = f"{where}{error.what}"
+    what = f"{where}{error.message}"
     return RematError(what, path=path, found=error.found, expected=error.expected, fix=error.fix)

@@ -24,7 +24,7 @@ from gradkeep.compat.dtr.experiments._command import (
     trials_of,
 )
 from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
-from gradkeep.errors import MissingExtra, RematError
+from gradkeep.errors import MissingExtraError, RematError
 
 if TYPE_CHECKING:
     import os
@@ -153,7 +153,7 @@ def _loaded(file: Path, text: str) -> Any:
         try:
             import yaml
         except ImportError as error:
-            raise MissingExtra(
+            raise MissingExtraError(
                 "YAML needs PyYAML", path=file, fix=f"{install_hint('remat')}, or write JSON"
             ) from error
         try:

@@ -147,7 +147,7 @@ def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
         floor = f"the floor is {about.floor} bytes ({about.floor / max(about.peak, 1):.3f})"
         return {
             "status": "infeasible",
-            "message": f"{error.what}: {floor}",
+            "message": f"{error.message}: {floor}",
             "budget": _whole(budget),
             "unlimited_peak": about.peak,
             "floor": about.floor,

@@ -238,7 +238,7 @@ class _ExperimentRunner:
             self.progress(self.done, self.total)
 
 
-class _FirstFailure(Exception):
+class _FirstFailureError(Exception):
     """Nothing else is to be run."""
 
 
@@ -257,12 +257,12 @@ def run_tasks(
     def look(seen: Progress) -> None:
         progress(seen.done + seen.failed)
         if stop_at_failure and seen.failed:
-            raise _FirstFailure
+            raise _FirstFailureError
 
     with tempfile.TemporaryDirectory(prefix="gradkeep-trials-") as folder:
         store = stores.open(folder, durability="process")
         rows = store.rows("trials", stores.Schema((stores.Array("done"),)), num_rows=len(tasks))
-        with contextlib.suppress(_FirstFailure):
+        with contextlib.suppress(_FirstFailureError):
             farm.run(
                 store,
                 "trials",

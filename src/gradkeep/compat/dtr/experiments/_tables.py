@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import format_bytes
 from gradkeep.compat.dtr.experiments._trial import FAILED
-from gradkeep.errors import MissingExtra
+from gradkeep.errors import MissingExtraError
 from gradkeep.remat.simulator._picture import (
     MARKERS,
     PictureStyle,
@@ -82,8 +82,8 @@ def write_graphs(
                 paths += draw_sweep(drawn, folder, _file_name(model), look)
             if swept:
                 paths += draw_batch_sizes(model, rows, folder, f"{_file_name(model)}-sweep")
-        except MissingExtra as error:
-            return paths, (f"no pictures: {error.what}; {error.fix}",)
+        except MissingExtraError as error:
+            return paths, (f"no pictures: {error.message}; {error.fix}",)
     return paths, ()
 
 

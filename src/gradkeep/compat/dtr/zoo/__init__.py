@@ -206,7 +206,9 @@ def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
     known = default_sizes(name)
     checked = {}
     if not isinstance(sizes, Mapping):
-        raise _arguments.refused("sizes", sizes, error=RematError, expected="a mapping from names")
+        raise _arguments.argument_error(
+            "sizes", sizes, error=RematError, expected="a mapping from names"
+        )
     for key, value in sizes.items():
         if key not in known:
             raise RematError(
