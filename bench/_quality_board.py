@@ -13,7 +13,7 @@ from gradkeep.evaluate._judging import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import Store
 
-BOARD = Path(__file__).resolve().parents[1] / "docs" / "board.md"
+BOARD = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 HEAD = """# The board
 
 How true the methods are, by `./x bench quality [SETTING ...]`, which wrote every figure below: a section
