@@ -54,8 +54,8 @@ class Bar:
     least: float
 
     def told(self, value: float) -> str:
-        verdict = "reached" if value >= self.least else "**MISSED**"
-        return f"Target: {self.entry} at least {self.least:.2f}; {verdict} with {value:.3f}."
+        verdict = "reached" if value >= self.least else "**missed**"
+        return f"Target: {self.entry} at least {self.least:.2f}; {verdict}: {value:.3f}."
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,14 @@ def detection(
         "",
         (
             f"Target: the rank sum no worse than the best single measure ({best.subject}) within the interval; "
-            f"{'**MISSED**' if worse else 'reached'} with {apart.value:+.4f} "
+            f"{'**missed**' if worse else 'reached'} with {apart.value:+.4f} "
             f"[{apart.interval[0]:+.4f}, {apart.interval[1]:+.4f}]."
         ),
     ]
     low_value = least is not None and whole.value < least
     if least is not None:
-        verdict = "**MISSED**" if low_value else "reached"
-        lines += ["", f"Target: AUC at least {least:.2f}; {verdict} with {whole.value:.3f}."]
+        verdict = "**missed**" if low_value else "reached"
+        lines += ["", f"Target: AUC at least {least:.2f}; {verdict}: {whole.value:.3f}."]
     return lines, worse or low_value
 
 

@@ -144,7 +144,7 @@ def _bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
         "",
         (
             f"Target: *{name}* at least 1.3 x *ekfac, final*; "
-            f"{'**MISSED**' if missed else 'reached'} with {ratio:.2f} x."
+            f"{'**missed**' if missed else 'reached'} with {ratio:.2f} x."
         ),
     ]
     for peer in ("BM25 of bigrams", "Rep-Sim"):
@@ -156,7 +156,7 @@ def _bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
         lines += [
             "",
             (
-                f"Target: above {peer}; {'**MISSED**' if below else 'reached'} with {apart.value:+.3f} "
+                f"Target: above {peer}; {'**missed**' if below else 'reached'} with {apart.value:+.3f} "
                 f"[{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]."
             ),
         ]
