@@ -19,7 +19,7 @@ from gradkeep.store._document import (
     LARGE_DOCUMENT,
     LARGEST_DOCUMENT,
     SMALL_DOCUMENT,
-    not_ours,
+    malformed_document,
     read_bytes,
     read_document,
 )
@@ -29,12 +29,12 @@ from gradkeep.store._keys import (
     ROWS,
     KnownFile,
     is_folder_name,
-    is_recorded_step,
-    key_of,
-    known_file,
-    looks_like_ours,
+    is_step_log,
+    parse_block_key,
+    parse_file_key,
+    looks_like_own_file,
     may_be_folder_name,
-    recorded_file,
+    file_of_record,
     row_part,
 )
 from gradkeep.store._records import Head, head_key, read_checkpoint, read_run
@@ -129,7 +129,7 @@ def verify(
     True
     """
     backend = store.backend if isinstance(store, Store) else backend_for(store)
-    Store.require_some(backend)
+    Store.require_store(backend)
     _arguments.optional(_arguments.count, "sample", sample, error=StoreError, least=1)
     _arguments.optional(_arguments.count, "seed", seed, error=StoreError)
     check = _Check(backend, sample, seed)
@@ -180,7 +180,7 @@ class _Check:
         for key, entry in sorted(self._walk("")):
             self.keys[key] = entry
         self._known = {
-            key: file for key in self.keys if (file := known_file(key)) and key not in self._folders
+            key: file for key in self.keys if (file := parse_file_key(key)) and key not in self._folders
         }
         rows = [key for key, file in self._known.items() if file.kind in _OF_ROWS]
         self.segments = len(rows)
@@ -210,7 +210,7 @@ class _Check:
             if not entry.is_folder:
                 if not key.startswith((CATALOG, f".{CATALOG}")):
                     yield key, entry
-            elif known_file(key) is not None:
+            elif parse_file_key(key) is not None:
                 self._folders.add(key)
                 yield key, entry
             elif key != QUARANTINE:
@@ -274,13 +274,13 @@ class _Check:
             self.bytes += entry.size
 
     def _foreign(self, key: str, entry: Entry) -> None:
-        if is_folder_name(key) or looks_like_ours(key) or may_be_folder_name(key):
+        if is_folder_name(key) or looks_like_own_file(key) or may_be_folder_name(key):
             self._backend.open(key).close()  # raises for a link, which is damage whatever its name
         if is_folder_name(key):
             self._note(key, "a file in place of a folder")
-        elif looks_like_ours(key):
+        elif looks_like_own_file(key):
             self._note(key, "gradkeep puts no file of this name here")
-        elif not is_recorded_step(key):
+        elif not is_step_log(key):
             self.unknown.append(key)
         self.bytes += entry.size
 
@@ -315,7 +315,7 @@ class _Check:
         elif file.kind == "lease":
             read_document(backend, key, LeaseRecord)
         if problem is not None:
-            raise not_ours(path, problem)
+            raise malformed_document(path, problem)
         self._digests[key] = xxhash.xxh3_128_hexdigest(data)
 
     def _manifest(self, key: str, file: KnownFile) -> None:
@@ -402,7 +402,7 @@ class _Check:
             block = Block(self._backend, file.folder, version=file.number)
             same = is_tied(key.rpartition("/")[2], block)
             if same is None and samples_available():  # of an older version: only its content tells
-                same = holds_samples_of(data, block, key_of(file.folder).labels, path=key)
+                same = holds_samples_of(data, block, parse_block_key(file.folder).labels, path=key)
         except StoreError as error:
             if error.path == key:
                 raise
@@ -416,7 +416,7 @@ class _Check:
         found: dict[str, list[str]] = {}
         for key, file in self._known.items():
             if file.kind == "head" and key not in told:
-                found.setdefault(recorded_file(file), []).append(key)
+                found.setdefault(file_of_record(file), []).append(key)
         for target, heads in found.items():
             digest = self._digests.get(target)
             wanted = {head.rpartition("-")[2].removesuffix(".json") for head in heads}

@@ -32,12 +32,12 @@ from gradkeep.store._document import (
     Count,
     Record,
     from_bytes,
-    not_ours,
+    malformed_document,
     read_bytes,
     read_document,
     to_bytes,
 )
-from gradkeep.store._records import heads_of, record_head
+from gradkeep.store._records import read_heads, record_head
 from gradkeep.store.blocks._columns import IdSet, whole_numbers
 from gradkeep.store.blocks._packing import SUFFIX, pack_batch
 from gradkeep.store.blocks._schema import Schema
@@ -164,7 +164,7 @@ def load_manifest(
         manifest = read_document(backend, name, Manifest, most=LARGEST_DOCUMENT)
     except FileNotFoundError:
         # Looked at afterwards: what is removed on purpose loses its record first.
-        if version in heads_of(backend, folder):
+        if version in read_heads(backend, folder):
             raise _lost(backend, folder, version) from None
         have = ", ".join(map(str, manifest_versions(backend, folder))) or "none"
         raise MissingRowsError(
@@ -176,7 +176,7 @@ def load_manifest(
     if manifest.version != version:
         what = f"the manifest of version {manifest.version} under the name of version {version}"
         raise DamagedError(what, path=backend.describe(name))
-    known = (heads_of(backend, folder) if recorded is None else recorded).get(version)
+    known = (read_heads(backend, folder) if recorded is None else recorded).get(version)
     if known is not None and manifest.digest not in known:
         raise DamagedError(
             "it is not the manifest that was published under this number",
@@ -190,11 +190,11 @@ def _check_manifest(manifest: Manifest, path: str) -> None:
     files = [entry.file for entry in manifest.segments]
     for file in files:
         if _FILE.fullmatch(file) is None:
-            raise not_ours(path, f"file: {file!a} is not a segment of this block"[:200])
+            raise malformed_document(path, f"file: {file!a} is not a segment of this block"[:200])
     if len(set(files)) < len(files):
-        raise not_ours(path, "a segment that is named twice")
+        raise malformed_document(path, "a segment that is named twice")
     if max(manifest.rows, manifest.bytes, manifest.next_row) > LARGEST_WHOLE:
-        raise not_ours(path, "more rows or bytes than can be counted")
+        raise malformed_document(path, "more rows or bytes than can be counted")
 
 
 def _lost(backend: Backend, folder: str, version: int) -> DamagedError:
@@ -210,14 +210,14 @@ def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
     """The newest version's manifest; None if nothing was published yet."""
     while True:
         # Records first: each was put after its manifest, so a manifest that was not lost is seen.
-        recorded = heads_of(backend, folder)
+        recorded = read_heads(backend, folder)
         numbers = manifest_versions(backend, folder)
         newest = numbers[-1] if numbers else -1
         lost = {version for version in recorded if version > newest}
         if not lost:
             break
         # Unless the block is just being deleted, which begins with the records.
-        if lost := lost & set(heads_of(backend, folder)):
+        if lost := lost & set(read_heads(backend, folder)):
             raise _lost(backend, folder, max(lost))
     return load_manifest(backend, folder, newest, recorded=recorded) if numbers else None
 
@@ -238,7 +238,7 @@ def ensure_recorded(
     backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
 ) -> None:
     """Record a version whose writer died before it could, or was of an earlier gradkeep."""
-    if manifest.digest is not None and manifest.version not in heads_of(backend, folder):
+    if manifest.digest is not None and manifest.version not in read_heads(backend, folder):
         if durability == "full":
             backend.ensure_durable([manifest_key(folder, manifest.version)])
         record_head(backend, folder, manifest.version, manifest.digest, durability=durability)

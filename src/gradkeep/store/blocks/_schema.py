@@ -19,7 +19,7 @@ from gradkeep.store._document import (
     Count,
     Record,
     digest,
-    not_ours,
+    malformed_document,
     parse_record,
 )
 
@@ -263,7 +263,7 @@ class Schema:
         layers = tuple(parse_record(Layer, layer, path=path) for layer in record.layers)
         for layer in layers:
             if not _is_count(layer.parameters):
-                raise not_ours(path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters")
+                raise malformed_document(path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters")
         try:
             return cls(
                 arrays=tuple(parse_record(Array, array, path=path) for array in record.arrays),
@@ -276,7 +276,7 @@ class Schema:
         except DamagedError:
             raise
         except StoreError as error:
-            raise not_ours(path, error.message[:200]) from None
+            raise malformed_document(path, error.message[:200]) from None
 
     def diff(self, wanted: Schema) -> list[str]:
         """One line for every difference between this, the stored schema, and the wanted one.
