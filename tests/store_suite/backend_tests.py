@@ -159,7 +159,7 @@ class BackendTests:
         whole = np.random.default_rng(size).bytes(size)
         put(backend, "value", whole)
         opened = backend.open("value")
-        mapped = opened.map(soon=[(0, size)])
+        mapped = opened.map(prefetch=[(0, size)])
         opened.close()
         backend.delete(["value"], durability="process")
         assert mapped == whole

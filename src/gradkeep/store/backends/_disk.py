@@ -263,7 +263,7 @@ class LocalDisk(Backend):
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         now = time.time()
-        found = []
+        keys = []
         for folder, _, names in os.walk(self.root):
             for name in names:
                 if not name.startswith(_TEMP):
@@ -274,8 +274,8 @@ class LocalDisk(Backend):
                 except FileNotFoundError:
                     continue
                 if age >= older_than or _writer_is_gone(name):
-                    found.append(os.path.relpath(path, self.root))
-        return sorted(found)
+                    keys.append(os.path.relpath(path, self.root))
+        return sorted(keys)
 
     def local_path(self, key: str) -> str | None:
         return self._path(key)
@@ -285,15 +285,16 @@ class LocalDisk(Backend):
             return self.root
         if _OUTSIDE.search(f"/{key}/"):
             raise DamagedError(
-                "a name that leads out of the store",
+                "a name points outside of the store",
+                code="store.outside",
                 path=self.location,
                 found=ascii(key)[:200],
-                fix="this store was not made by gradkeep alone; ask whoever made it",
+                fix="Check the source of this store: gradkeep writes no such names.",
             )
         return f"{self.root}/{key}"
 
     def _inside(self, key: str) -> str:
-        """The path of a key, after a look at every folder on the way to it: none is a link."""
+        """Return the path of a key after checking that no folder on the way to it is a link."""
         path = self._path(key)
         at = key.find("/")
         while at >= 0:
@@ -302,7 +303,7 @@ class LocalDisk(Backend):
                 if stat.S_ISLNK(os.lstat(folder).st_mode):
                     raise link_in_place(folder)
             except (FileNotFoundError, NotADirectoryError):
-                break  # nor is anything below it
+                break  # nothing exists below it either
             except OSError as error:
                 raise unreadable(folder, error) from error
             at = key.find("/", at + 1)
@@ -310,25 +311,25 @@ class LocalDisk(Backend):
 
     def _refusal(self, error: OSError, key: str) -> WriteFailedError:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        kind, what = WriteFailedError, "the write failed; nothing of it was kept"
-        fix = "check the disk, then run again: the work resumes"
+        kind, code, message = WriteFailedError, None, "the write failed and was undone"
+        fix = "Check the disk, then run again: the work resumes."
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            kind, what = ReadOnlyError, "this place does not take writes"
-            fix = "check the permissions, or copy the store to a place you may write to"
+            kind, message = ReadOnlyError, "the store is not writable"
+            fix = "Check the permissions, or copy the store to a writable place."
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = "the disk is full; nothing of this write was kept"
+            code, message = "store.disk_full", "the disk is full; the write was undone"
             fix = (
-                "free some space (`gradkeep gc` removes what no version needs) and run again: "
-                "the work resumes after the last row range that was acknowledged"
+                "Free some space (`gradkeep gc` removes unneeded versions) and run again: "
+                "the work resumes after the last acknowledged rows."
             )
-        return kind(what, path=self.describe(key), found=reason, fix=fix)
+        return kind(message, code=code, path=self.describe(key), found=reason, fix=fix)
 
 
-def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
-    for item in found:
+def _entries(items: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
+    for item in items:
         if item.name.startswith(_TEMP):
             continue
-        # A link is listed as a file, whatever it leads to: opening it says what is wrong.
+        # A link is listed as a file, whatever its target; opening it raises the error.
         if item.is_dir(follow_symlinks=False):
             yield Entry(item.name, 0, is_folder=True)
             continue
@@ -343,11 +344,11 @@ def _same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
     except FileNotFoundError:
-        return False  # the other was removed meanwhile
+        return False  # removed meanwhile
 
 
 def _few_buffers(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-    """Small neighbours joined, so that a small file is one write and a large one is not copied."""
+    """Join small neighbors, so that a small file is one write and a large buffer is not copied."""
     small: list[memoryview] = []
     gathered = 0
     for part in parts:
