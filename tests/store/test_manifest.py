@@ -8,7 +8,7 @@ import gradkeep as gk
 from gradkeep.errors import ConflictError, DamagedError, InvalidRowsError, MissingRowsError
 from gradkeep.store import Memory
 from gradkeep.store.blocks import _manifest
-from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
+from gradkeep.store.blocks._incoming import stored_arrays, validate_rows
 from gradkeep.store.blocks._manifest import latest_manifest, load_manifest, manifest_versions
 from gradkeep.store.blocks._packing import pack
 
@@ -46,7 +46,7 @@ def begin(store, of=None):
 def put_segment(store, of, number, ids, *, damaged_ids=False):
     """Commit a segment as a writer does; with one bit of its ids flipped."""
     numbers = np.array(ids, np.int64)
-    rows = checked_rows(of, numbers, {"loss": np.ones(len(ids), "f4")}, path="")
+    rows = validate_rows(of, numbers, {"loss": np.ones(len(ids), "f4")}, path="")
     stored = stored_arrays(of, rows, slice(0, len(ids)))
     data = b"".join(pack(of, numbers, stored, first_row=2 * number).parts)
     if damaged_ids:

@@ -154,21 +154,27 @@ def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
     try:
         fields = json.loads(data, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
-        raise malformed_document(path, f"{type(error).__name__}: {error}"[:200], "a JSON object") from None
+        raise malformed_document(
+            path, f"{type(error).__name__}: {error}"[:200], "a JSON object"
+        ) from None
     if not isinstance(fields, dict):
         raise malformed_document(path, type(fields).__name__, "a JSON object")
     if _is_deeper(fields, _DEEPEST):
-        raise malformed_document(path, f"more than {_DEEPEST} levels", f"at most {_DEEPEST} nested levels")
+        raise malformed_document(
+            path, f"more than {_DEEPEST} levels", f"at most {_DEEPEST} nested levels"
+        )
     return fields
 
 
-def malformed_document(path: str, found: object, expected: object = "fields that gradkeep writes") -> DamagedError:
+def malformed_document(
+    path: str, actual: object, expected: object = "fields that gradkeep writes"
+) -> DamagedError:
     """Return the error for a document with a valid checksum but contents that gradkeep does not write."""
     return DamagedError(
         "the document was not written by gradkeep",
         code="store.malformed_document",
         path=path,
-        found=found,
+        found=actual,
         expected=expected,
         fix="Move it aside with `gradkeep verify STORE --repair`, and check the source of the store.",
     )

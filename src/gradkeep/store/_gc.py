@@ -164,7 +164,8 @@ def _without_schema(backend: Backend) -> dict[str, int]:
         files = dict(entries_below(backend, folder))
         records = dict(entries_below(backend, f"{HEADS}/{folder}"))
         kinds = {
-            None if (file := parse_file_key(key)) is None else file.kind for key in (*files, *records)
+            None if (file := parse_file_key(key)) is None else file.kind
+            for key in (*files, *records)
         }
         newest = max((entry.modified for entry in files.values()), default=0.0)
         if kinds <= _UNFINISHED and time.time() - newest > YOUNG_SECONDS:
@@ -227,7 +228,7 @@ def repair_damage(
     return tuple(actions)
 
 
-def _one(backend: Backend, key: str) -> Iterator[str]:
+def _repair_file(backend: Backend, key: str) -> Iterator[str]:
     file = parse_file_key(key)
     if not key or key == QUARANTINE:
         yield f"{key or 'the store'} was not changed; inspect it manually"

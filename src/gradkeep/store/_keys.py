@@ -391,7 +391,9 @@ def may_be_folder_name(key: str) -> bool:
 def looks_like_own_file(key: str) -> bool:
     """Return True if a misplaced file was probably written by gradkeep."""
     name = key.rpartition("/")[2]
-    return name.endswith(_OWN_SUFFIXES) or (name.startswith("samples-") and name.endswith(".parquet"))
+    return name.endswith(_OWN_SUFFIXES) or (
+        name.startswith("samples-") and name.endswith(".parquet")
+    )
 
 
 def file_of_record(head: KnownFile) -> str:

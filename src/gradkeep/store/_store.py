@@ -42,12 +42,12 @@ from gradkeep.store._keys import (
     validate_name,
 )
 from gradkeep.store._records import (
-    validate_run,
     checkpoint_folder,
     read_checkpoint,
     read_run,
     record_head,
     run_folder,
+    validate_run,
 )
 from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._block import Block
@@ -254,7 +254,9 @@ class Store:
         names = folders(self.backend, f"{run_folder(validate_name('run', run))}/ckpt")
         records = (read_checkpoint(self.backend, run, name) for name in names)
         checkpoints = [checkpoint for checkpoint in records if checkpoint is not None]
-        return sorted(checkpoints, key=lambda item: (-1 if item.step is None else item.step, item.name))
+        return sorted(
+            checkpoints, key=lambda item: (-1 if item.step is None else item.step, item.name)
+        )
 
     @_arguments.checked(StoreError)
     def decide(self, decision: Decision) -> Decision:
@@ -374,7 +376,9 @@ class Store:
             identities = json.loads(text)
         except (ValueError, RecursionError):
             identities = None
-        if not isinstance(identities, dict) or not all(isinstance(identity, str) for identity in identities.values()):
+        if not isinstance(identities, dict) or not all(
+            isinstance(identity, str) for identity in identities.values()
+        ):
             raise DamagedError(
                 "the list of source captures is malformed",
                 code="store.malformed_identities",

@@ -28,13 +28,13 @@ from gradkeep.store._keys import (
     CATALOG,
     ROWS,
     KnownFile,
+    file_of_record,
     is_folder_name,
     is_step_log,
-    parse_block_key,
-    parse_file_key,
     looks_like_own_file,
     may_be_folder_name,
-    file_of_record,
+    parse_block_key,
+    parse_file_key,
     row_part,
 )
 from gradkeep.store._records import Head, head_key, read_checkpoint, read_run
@@ -203,7 +203,9 @@ class _Check:
         for key, entry in sorted(self._walk("")):
             self.keys[key] = entry
         self._known = {
-            key: file for key in self.keys if (file := parse_file_key(key)) and key not in self._folders
+            key: file
+            for key in self.keys
+            if (file := parse_file_key(key)) and key not in self._folders
         }
         rows = [key for key, file in self._known.items() if file.kind in _OF_ROWS]
         self.segments = len(rows)
@@ -424,7 +426,9 @@ class _Check:
         try:
             block = Block(self._backend, file.folder, version=file.number)
             same = is_tied(key.rpartition("/")[2], block)
-            if same is None and samples_available():  # written by an older version: compare the content
+            if (
+                same is None and samples_available()
+            ):  # written by an older version: compare the content
                 same = holds_samples_of(data, block, parse_block_key(file.folder).labels, path=key)
         except StoreError as error:
             if error.path == key:

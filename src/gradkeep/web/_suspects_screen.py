@@ -133,7 +133,9 @@ def export_decisions(
     served: ServedStore, split: Name = "train", form: Literal["csv", "json"] = "csv"
 ) -> Response:
     """Return the standing decisions as a file, one line for each row."""
-    decisions = sorted(current_decisions(served.decisions(split)).values(), key=lambda one: one.number)
+    decisions = sorted(
+        current_decisions(served.decisions(split)).values(), key=lambda one: one.number
+    )
     lines = [
         {
             "id": one.row,

@@ -367,11 +367,12 @@ class Bucket(Backend):
             kind, message = ReadOnlyError, "the store is not writable"
             fix = "Check the credentials and their permissions, or copy the store elsewhere."
         elif isinstance(error, FileNotFoundError):
-            code, message = "store.no_such_bucket", "there is no such bucket, or the value is missing"
+            code, message = (
+                "store.no_such_bucket",
+                "there is no such bucket, or the value is missing",
+            )
             fix = "Create the bucket first, or check its name and region."
-        return kind(
-            message, code=code, path=self.describe(key), found=_first_line(error), fix=fix
-        )
+        return kind(message, code=code, path=self.describe(key), found=_first_line(error), fix=fix)
 
 
 class _Object(Readable):

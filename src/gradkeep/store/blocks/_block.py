@@ -23,7 +23,7 @@ from gradkeep.store.blocks._columns import (
     IdIndex,
     as_ids,
     check_fill,
-    filled,
+    fill_missing,
     whole_numbers,
 )
 from gradkeep.store.blocks._manifest import (
@@ -245,7 +245,7 @@ class Block:
         rows = self._ids().find(row_ids)
         present = rows >= 0
         columns = self._gather(arrays, rows[present])
-        return Batch(row_ids, tuple(filled(column, present) for column in columns))
+        return Batch(row_ids, tuple(fill_missing(column, present) for column in columns))
 
     def read_rows(self, rows: Any, names: Sequence[str] | None = None) -> Batch:
         """Read the rows at these positions, in this order; opens only their segments.

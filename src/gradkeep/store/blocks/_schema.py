@@ -310,7 +310,9 @@ class Schema:
         layers = tuple(parse_record(Layer, layer, path=path) for layer in record.layers)
         for layer in layers:
             if not _is_count(layer.parameters):
-                raise malformed_document(path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters")
+                raise malformed_document(
+                    path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters"
+                )
         try:
             return cls(
                 arrays=tuple(parse_record(Array, array, path=path) for array in record.arrays),
@@ -415,8 +417,16 @@ def _diff_named(
     what: str, stored: Iterable[Array | Layer], requested: Iterable[Array | Layer]
 ) -> list[str]:
     stored_items, requested_items = {x.name: x for x in stored}, {x.name: x for x in requested}
-    lines = [f"{what} {name}: stored, but not requested" for name in stored_items if name not in requested_items]
-    lines += [f"{what} {name}: requested, but not stored" for name in requested_items if name not in stored_items]
+    lines = [
+        f"{what} {name}: stored, but not requested"
+        for name in stored_items
+        if name not in requested_items
+    ]
+    lines += [
+        f"{what} {name}: requested, but not stored"
+        for name in requested_items
+        if name not in stored_items
+    ]
     for name in stored_items:
         if name in requested_items:
             for part in dataclasses.fields(stored_items[name]):

@@ -19,7 +19,7 @@ from gradkeep.errors import ConflictError, InvalidRowsError, MissingRowsError, S
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import IdSet, as_ids
-from gradkeep.store.blocks._incoming import SegmentBuffer, checked_rows, stored_arrays
+from gradkeep.store.blocks._incoming import SegmentBuffer, stored_arrays, validate_rows
 from gradkeep.store.blocks._manifest import (
     latest_manifest,
     load_schema,
@@ -155,7 +155,7 @@ class Writer:
         """Append rows: ids `[B]` and every array of the schema `[B, *shape]` (ragged: a list)."""
         self._check_alive()
         numbers = as_ids(ids, num_examples=self.schema.num_examples, path=self.path)
-        self._take(numbers, checked_rows(self.schema, numbers, arrays, path=self.path))
+        self._take(numbers, validate_rows(self.schema, numbers, arrays, path=self.path))
 
     def flush(self) -> None:
         """Wait until every full segment is acknowledged; raise the error of a background write."""
