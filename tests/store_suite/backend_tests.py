@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from raises import raises
 
 from gradkeep.errors import ConflictError
 
@@ -35,7 +36,7 @@ class BackendTests:
         self, backend: Backend, other: bytes
     ) -> None:
         put(backend, "name", b"first")
-        with pytest.raises(ConflictError, match="taken"):
+        with raises(ConflictError, "store.conflict"):
             put(backend, "name", other)
         assert backend.read("name") == b"first"
 

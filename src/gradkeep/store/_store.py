@@ -671,13 +671,6 @@ def open(
     """
     if isinstance(path, Store):
         return path
-    if durability not in ("full", "process"):
-        raise StoreError(
-            "unknown durability",
-            code="store.unknown_durability",
-            found=durability,
-            expected="'full' or 'process'",
-        )
     backend = backend_for(path)
     if not backend.exists(STORE_FILE):
         _check_free(backend, create=create)

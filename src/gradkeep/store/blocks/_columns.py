@@ -257,7 +257,7 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
     if len(unique) != len(values):
         raise InvalidRowsError(
             "an id occurs twice in one batch",
-            code="store.repeated_id",
+            code="store.repeated_in_batch",
             path=path,
             found=_few(unique[counts > 1]),
         )

@@ -433,7 +433,7 @@ def _check_rows(
         if len(repeated):
             raise InvalidRowsError(
                 "ids occur in two segments",
-                code="store.repeated_id",
+                code="store.id_in_two_segments",
                 path=backend.describe(f"{folder}/{entry.file}"),
                 found=f"id {int(repeated[0])}" + (" and more" if len(repeated) > 1 else ""),
                 fix="Delete the block and write it again with unique ids.",

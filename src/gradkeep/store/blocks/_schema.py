@@ -91,35 +91,43 @@ class Array:
             object.__setattr__(self, "encoding", "plain")
         problem = self._problem()
         if problem is not None:
-            raise StoreError(f"array {self.name!r}: {problem}", code="store.invalid_array")
+            reason, message = problem
+            raise StoreError(f"array {self.name!r}: {message}", code=f"store.array_{reason}")
 
-    def _problem(self) -> str | None:
+    def _problem(self) -> tuple[str, str] | None:
         if not self.name or self.name in _RESERVED or any(c in self.name for c in '#/\\"\0\n:'):
             return (
-                f"a name must not be empty, contain # / \\ : quotes or newlines, "
-                f"or be one of {', '.join(_RESERVED)}"
+                "name",
+                "a name must not be empty, contain # / \\ : quotes or newlines, or be one of "
+                + ", ".join(_RESERVED),
             )
         if not self.name.isascii() and not writable(self.name + (self.layer or "")):
-            return "a name must be text that can be written as UTF-8, without lone surrogates"
+            return (
+                "name",
+                "a name must be text that can be written as UTF-8, without lone surrogates",
+            )
         if self.dtype not in STORED_DTYPES:
-            return f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
+            return "dtype", f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
         if any(size < 0 for size in self.shape):
-            return f"shape {self.shape} has a negative size"
+            return "shape", f"shape {self.shape} has a negative size"
         if 8 * math.prod(max(1, size) for size in self.shape) > LARGEST_WHOLE:
-            return f"shape {self.shape} is too large for a file"
+            return "shape", f"shape {self.shape} is too large for a file"
         if self.encoding == "bits" and (self.dtype != "bool" or not self.shape or self.ragged):
-            return "'bits' packs bool arrays of fixed shape with at least one dimension"
+            return "bits", "'bits' packs bool arrays of fixed shape with at least one dimension"
         if self.encoding not in ("plain", "bits") and self.dtype != "float32":
-            return f"encoding {self.encoding!r} is for float32, not {self.dtype}"
+            return "encoding", f"encoding {self.encoding!r} is for float32, not {self.dtype}"
         if self.scaled and self.nan == "keep":
-            return f"{self.encoding!r} scales a row by its largest value and cannot store NaN"
+            return (
+                "nan",
+                f"{self.encoding!r} scales a row by its largest value and cannot store NaN",
+            )
         if self.is_text and (self.dtype != "uint8" or self.shape or not self.ragged):
-            return "kind 'text' needs a ragged array of uint8 with shape ()"
+            return "text", "kind 'text' needs a ragged array of uint8 with shape ()"
         half = self.encoding == "float16" or self.dtype == "float16"
         if half and self.kind in _GRADIENTS:
             return (
-                "bare float16 loses small gradients (a third of them become zero at a converged "
-                "model); use 'bfloat16', 'float16-scaled' or 'int8-scaled'"
+                "float16",
+                "bare float16 loses small gradients; use bfloat16, float16-scaled or int8-scaled",
             )
         return None
 
