@@ -116,7 +116,7 @@ def test_every_form_trains_to_the_same_bits_inside_the_budget(form, ratio):
     same(FORMS[form](ours, batches, budget), expected)
     done = budget.report()
     assert done.planned >= 3
-    assert done.kept == done.undone == 0
+    assert done.unplanned == done.undone == 0
     assert done.measured_peak <= done.budget
     assert done.measured_peak == pytest.approx(done.predicted_peak, rel=0.01)
 
@@ -642,7 +642,7 @@ def test_saved_plans_are_used_after_two_recordings_of_the_step(
     second = memory_budget(0.6).load(tmp_path / "plans.json")
     same(FORMS[form](ours, batches, second), trained(plain, batches))
     done = second.report()
-    assert (done.recorded, done.planned, done.kept) == (recordings, 7 - recordings, 0)
+    assert (done.recorded, done.planned, done.unplanned) == (recordings, 7 - recordings, 0)
     assert second._planner.last.compiled.states == first._planner.last.compiled.states
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.simulator import _picture, _sweep
-from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
+from gradkeep.remat.simulator import _plots, _sweep
+from gradkeep.remat.simulator._plots import FigureStyle, draw_sweep, summarize_sweep
 from gradkeep.remat.simulator._sweep import (
     SweepCase,
     find_logs,
@@ -80,7 +80,7 @@ def test_bad_sweeps_are_refused_before_anything_runs():
 def test_pictures_are_written_and_the_same_each_time(tmp_path):
     rows = [run_case(case) for case in sweep_cases([LOG], heuristics=("dtr-eq", "lru"))]
     for folder in ("one", "two"):
-        paths = draw_sweep(rows, tmp_path / folder, "pareto", PictureStyle("A title <with> signs"))
+        paths = draw_sweep(rows, tmp_path / folder, "pareto", FigureStyle("A title <with> signs"))
         assert [path.suffix for path in paths] == [".png", ".svg", ".html"]
     one, two = (tmp_path / folder / "pareto.svg" for folder in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
@@ -89,7 +89,7 @@ def test_pictures_are_written_and_the_same_each_time(tmp_path):
     assert "<svg" in page
     assert "http-equiv" not in page
     assert "<script" not in page
-    assert sweep_sentences(rows)[0].startswith("At 50% of its memory")
+    assert summarize_sweep(rows)[0].startswith("At 50% of its memory")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_figures_command_draws_all_figures_of_a_folder(tmp_path):
 def test_random_is_drawn_as_mean_and_range_where_all_seeds_ran():
     cases = sweep_cases([LOG], heuristics=("random",), ratios=(0.9, 0.6))
     rows = [run_case(case) for case in cases]
-    (axis,) = _picture._figure(rows, PictureStyle("Title")).axes
+    (axis,) = _plots._figure(rows, FigureStyle("Title")).axes
     each = [row.overhead for row in rows if row.ratio == 0.9]
     assert list(axis.lines[0].get_xdata()) == [0.9]
     assert axis.lines[0].get_ydata() == pytest.approx(sum(each) / 10)

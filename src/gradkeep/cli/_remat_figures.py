@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradkeep.compat.dtr.experiments._config import DtrExperiment
-    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._plots import FigureStyle
     from gradkeep.remat.simulator._sweep import PaperFigure, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
@@ -80,7 +80,7 @@ def pareto(
     """
     from gradkeep.compat.dtr.experiments._config import pareto_experiment
     from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
-    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._plots import FigureStyle
     from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases, sweep_cases
 
     if not logs and not model:
@@ -102,7 +102,7 @@ def pareto(
             repeats=repeats,
         )
         measured = _trained(experiment, out / "trials", workers)
-    look = PictureStyle("What a smaller memory budget costs")
+    look = FigureStyle("What a smaller memory budget costs")
     for log in logs or []:
         input_file(log, error=RematError)
     cases = [
@@ -173,7 +173,7 @@ def figures(
     Random choices are shown as mean and range of ten seeds; accesses are counted as in the original.
     Writes figures.csv and each plot as .png, .svg and .html.
     """
-    from gradkeep.remat.simulator._picture import draw_sweep
+    from gradkeep.remat.simulator._plots import draw_sweep
     from gradkeep.remat.simulator._sweep import PAPER_FIGURES, find_logs, sweep
 
     found_logs, notes = find_logs(logs)
@@ -212,7 +212,7 @@ def experiments(
     """
     from gradkeep.compat.dtr.experiments._config import read_experiment
     from gradkeep.compat.dtr.experiments._run import run_experiment
-    from gradkeep.remat.simulator._picture import sweep_sentences
+    from gradkeep.remat.simulator._plots import summarize_sweep
 
     input_file(config, error=RematError)
     output_folder(out, error=RematError)
@@ -231,7 +231,7 @@ def experiments(
         print_json({**counts, **results, "notes": notes})
     else:
         print(f"{report.ran} trials run, {report.reused} reused")
-        for line in sweep_sentences(report.points):
+        for line in summarize_sweep(report.points):
             print(line)
         for path in report.files:
             print(f"wrote {path}")
@@ -288,7 +288,7 @@ def _simulated(
 
 def _figure(
     name: str,
-    look: PictureStyle,
+    look: FigureStyle,
     cases: Sequence[SweepCase],
     out: Path,
     workers: int | None,
@@ -296,7 +296,7 @@ def _figure(
     json: bool,
     measured: Sequence[SweepRow] = (),
 ) -> None:
-    from gradkeep.remat.simulator._picture import draw_sweep, sweep_sentences
+    from gradkeep.remat.simulator._plots import draw_sweep, summarize_sweep
     from gradkeep.remat.simulator._sweep import sweep, write_table
 
     table = output_folder(out, error=RematError) / f"{name}.csv"
@@ -307,7 +307,7 @@ def _figure(
         raise RematError("no trial has a result to plot")
     write_table(table, rows)
     files = [table, *draw_sweep(rows, out, name, look)]
-    for line in () if json else sweep_sentences(rows):
+    for line in () if json else summarize_sweep(rows):
         print(line)
     _show_files(rows, files, json=json)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
 from gradkeep.remat.simulator._heuristics import heuristic, heuristics, register
-from gradkeep.remat.simulator._neighbourhoods import Heuristic
+from gradkeep.remat.simulator._neighborhoods import Heuristic
 from gradkeep.remat.simulator._optimal import Optimum, optimal
 from gradkeep.remat.simulator._program import Program, chain, read_log
 from gradkeep.remat.simulator._schedule import Graph, chen, keep_all, revolve, simplify

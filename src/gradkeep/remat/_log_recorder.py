@@ -25,9 +25,9 @@ from gradkeep.errors import RematError
 from gradkeep.remat._tensors import (
     OperatorWatcher,
     StorageRef,
-    beside_compiler,
+    exclude_mode_from_compiler,
+    find_written_storages,
     view_key,
-    written_storages,
 )
 from gradkeep.remat.simulator._program import replace_file
 
@@ -49,7 +49,7 @@ class LoggedCall(NamedTuple):
     args: tuple[int, ...]
     results: tuple[tuple[int, int, int], ...]
     """Number, bytes and alias index of each result."""
-    changed: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
     """Positions of the arguments that it mutates; they keep their numbers."""
 
 
@@ -82,7 +82,7 @@ class LoggedStep:
     times: list[int] = field(default_factory=list)
     """Nanoseconds of every call."""
 
-    def least(self, other: LoggedStep) -> LoggedStep:
+    def with_least_times(self, other: LoggedStep) -> LoggedStep:
         """Take the smaller of both times, or the other step if it did something else."""
         if self.events != other.events:
             return other
@@ -113,10 +113,10 @@ class LoggedStep:
 
 def _call_lines(call: LoggedCall, spent: str) -> Iterator[str]:
     args = [f"x{number}" for number in call.args]
-    if call.changed:
+    if call.written:
         # The one list of numbers in the format: the original uses them as they are.
-        changed = list(call.changed)
-        yield _line("MUTATE", NAME=call.name, ARGS=args, MUTATE=changed, TIME=spent)
+        written = list(call.written)
+        yield _line("MUTATE", NAME=call.name, ARGS=args, MUTATE=written, TIME=spent)
         return
     names = [f"x{number}" for number, _, _ in call.results]
     yield _line("CALL", NAME=call.name, RESULT=names, ARGS=args, TIME=spent)
@@ -134,7 +134,7 @@ class Recorder(OperatorWatcher):
 
     Entered again for the same step, it keeps for every operator the least time that was seen;
     `repeats` says of how many runs. `live_peak` is the largest number of bytes alive at once. What
-    runs in a budget is recorded as if there were none, if the recorder knows what is `beneath` it.
+    runs in a budget is recorded as if there were none, if the recorder knows what is `runtime` it runs in.
     """
 
     def __init__(
@@ -142,20 +142,20 @@ class Recorder(OperatorWatcher):
         path: str | os.PathLike[str],
         *,
         in_place: Literal["alias", "mutate"] = "alias",
-        beneath: OnlineRuntime | None = None,
+        runtime: OnlineRuntime | None = None,
     ) -> None:
         if in_place not in ("alias", "mutate"):
             raise RematError(f"in_place must be 'alias' or 'mutate', got {in_place!r}")
         super().__init__()
         self.path = Path(path)
         self.in_place = in_place
-        self._beneath = beneath
+        self._runtime = runtime
         self.repeats = 0
         self._best: LoggedStep | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._notes = LoggedStep()
+        self._step = LoggedStep()
         self._alive: dict[int, _FollowedStorage] = {}
         self._count = self._live = self.live_peak = 0
         self._backward = False
@@ -175,37 +175,37 @@ class Recorder(OperatorWatcher):
         # Whoever dies from here on does so outside the step: the watches go first.
         self._alive.clear()
         if error is None:
-            best = self._notes if self._best is None else self._best.least(self._notes)
+            best = self._step if self._best is None else self._best.with_least_times(self._step)
             # Another step than before: earlier times mean nothing here.
-            self.repeats = 1 if best is self._notes else self.repeats + 1
+            self.repeats = 1 if best is self._step else self.repeats + 1
             self._best = best
             best.write(self.path)
 
-    def ran(self, call: OperatorCall) -> None:
+    def on_operator(self, call: OperatorCall) -> None:
         """Note an operator."""
         try:
-            self._note(call)
+            self._record_call(call)
         except NotImplementedError as error:
             raise RematError(
                 f"a tensor without a storage cannot be recorded: {call.func} ({error})",
                 fix="switch sparse gradients off for the recorded step",
             ) from error
 
-    def _note(self, call: OperatorCall) -> None:
+    def _record_call(self, call: OperatorCall) -> None:
         if not self._backward and torch._C._current_autograd_node() is not None:
             self._backward = True
-            self._notes.events.append("BACKWARD")
-        signature, made = call.signature, call.made
-        spent = call.nanoseconds if self._beneath is None else self._beneath.took()
+            self._step.events.append("BACKWARD")
+        signature, outputs = call.signature, call.outputs
+        spent = call.nanoseconds if self._runtime is None else self._runtime.last_nanoseconds()
         # Everything below is per argument of every operator: hence the plain loop.
         alive, names, keys = self._alive, [], []
-        for tensor in call.given:
+        for tensor in call.inputs:
             storage = tensor.untyped_storage()
             key = id(storage)
             followed = alive.get(key)
             if followed is None:
                 name = self._follow(storage, key)
-                self._notes.events.append(LoggedConstant(name, alive[key].size))
+                self._step.events.append(LoggedConstant(name, alive[key].size))
             elif followed.views:
                 name = followed.views.get(view_key(tensor), followed.root)
             else:
@@ -213,28 +213,28 @@ class Recorder(OperatorWatcher):
             keys.append(key)
             names.append(name)
         if signature.writes and signature.training < 0:  # logs tell what schemas do
-            changed = written_storages(signature, call.args, call.kwargs)
-            if changed:
-                made = [t for t in made if id(t.untyped_storage()) not in changed]
+            written = find_written_storages(signature, call.args, call.kwargs)
+            if written:
+                outputs = [t for t in outputs if id(t.untyped_storage()) not in written]
                 if self.in_place == "alias":
-                    self._changed(signature.name, names, keys, changed, made, spent)
+                    self._add_in_place_call(signature.name, names, keys, written, outputs, spent)
                     return
-                self._mutated(signature.name, names, keys, changed, spent)
+                self._add_mutation(signature.name, names, keys, written, spent)
                 spent = 0  # it counts once
-        if made:
-            self._called(signature.name, names, keys, made, spent)
+        if outputs:
+            self._add_call(signature.name, names, keys, outputs, spent)
 
-    def _called(
+    def _add_call(
         self,
         name: str,
         names: list[int],
         keys: list[int],
-        made: list[Tensor],
+        outputs: list[Tensor],
         spent: int,
         aliases: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         alive, results, replaced = self._alive, list(aliases), []
-        for tensor in made:
+        for tensor in outputs:
             storage = tensor.untyped_storage()
             key = id(storage)
             followed = alive.get(key)
@@ -250,22 +250,22 @@ class Recorder(OperatorWatcher):
                 followed.views[shape] = result
                 results.append((result, followed.size, keys.index(key)))
         if results:
-            self._notes.events.append(LoggedCall(name, tuple(names), tuple(results)))
-            self._notes.times.append(spent)
-            self._notes.events.extend(replaced)
+            self._step.events.append(LoggedCall(name, tuple(names), tuple(results)))
+            self._step.times.append(spent)
+            self._step.events.extend(replaced)
 
-    def _changed(
+    def _add_in_place_call(
         self,
         name: str,
         names: list[int],
         keys: list[int],
-        changed: dict[int, torch.UntypedStorage],
-        made: list[Tensor],
+        written: dict[int, torch.UntypedStorage],
+        outputs: list[Tensor],
         spent: int,
     ) -> None:
         """The storage stays and goes on under a new number; the old ones end here."""
         results, ended = [], []
-        for key, storage in changed.items():
+        for key, storage in written.items():
             followed = self._alive[key]
             self._count = new = self._count + 1
             ended += [followed.root, *followed.views.values()]
@@ -280,34 +280,34 @@ class Recorder(OperatorWatcher):
                 self._live -= followed.size
                 followed.size = size
             followed.root, followed.views = new, {}
-        self._called(name, names, keys, made, spent, results)
-        self._notes.events.extend(ended)
+        self._add_call(name, names, keys, outputs, spent, results)
+        self._step.events.extend(ended)
 
-    def _mutated(
+    def _add_mutation(
         self,
         name: str,
         names: list[int],
         keys: list[int],
-        changed: dict[int, torch.UntypedStorage],
+        written: dict[int, torch.UntypedStorage],
         spent: int,
     ) -> None:
         """The whole storage changes: its other names mean what it was before, and end here."""
         args = list(names)
         ended: list[int] = []
-        positions = [keys.index(key) for key in changed]
-        for key, at in zip(changed, positions, strict=True):
+        positions = [keys.index(key) for key in written]
+        for key, at in zip(written, positions, strict=True):
             followed = self._alive[key]
             args[at] = followed.root
             ended += followed.views.values()
             followed.views = {}
-        self._notes.events.append(LoggedCall(name, tuple(args), (), tuple(sorted(positions))))
-        self._notes.times.append(spent)
-        self._notes.events.extend(ended)
+        self._step.events.append(LoggedCall(name, tuple(args), (), tuple(sorted(positions))))
+        self._step.times.append(spent)
+        self._step.events.extend(ended)
 
     def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
         self._count = number = self._count + 1
         size = self._bytes_of(storage)
-        ref = StorageRef(storage, self._gone)
+        ref = StorageRef(storage, self._on_storage_freed)
         ref.key = key
         self._alive[key] = _FollowedStorage(number, size, ref, {})
         self._live += size
@@ -316,13 +316,13 @@ class Recorder(OperatorWatcher):
         return number
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> int:
-        return storage.nbytes() if self._beneath is None else self._beneath.bytes_of(storage)
+        return storage.nbytes() if self._runtime is None else self._runtime.bytes_of(storage)
 
-    def _gone(self, ref: StorageRef) -> None:
+    def _on_storage_freed(self, ref: StorageRef) -> None:
         followed = self._alive.pop(ref.key, None)
         if followed is not None:
             self._live -= followed.size
-            self._notes.events += [followed.root, *followed.views.values()]
+            self._step.events += [followed.root, *followed.views.values()]
 
 
 @_arguments.checked(RematError)
@@ -339,4 +339,4 @@ def record(
                 loss = model(x).sum()
                 loss.backward()
     """
-    return beside_compiler(Recorder)(path, in_place=in_place)
+    return exclude_mode_from_compiler(Recorder)(path, in_place=in_place)

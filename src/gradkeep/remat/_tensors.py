@@ -104,11 +104,11 @@ def _is_one_piece(kind: type[Tensor]) -> bool:
     return not hasattr(kind, "__tensor_flatten__")
 
 
-def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+def find_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """List the storages that hold a tensor's content, for sparse, nested and wrapping tensors too."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [found for name in names for found in storages_of(getattr(tensor, name))]
+        return [storage for name in names for storage in find_storages(getattr(tensor, name))]
     if tensor.is_meta or tensor._is_zerotensor():
         return []
     if tensor.layout is torch.strided:
@@ -126,7 +126,7 @@ _SPARSE_PARTS = {
 }
 
 
-WATCHED_OTHERWISE = frozenset(
+MODE_SENSITIVE_NODES = frozenset(
     {
         *("CumprodBackward0", "LinalgLstsqBackward0", "LinalgPinvBackward0"),
         *("MaskedFillBackward1", "MaxBackward1", "MinBackward1", "OrmqrBackward0"),
@@ -157,7 +157,7 @@ _HIDDEN_WRITES = {
 """What operators change while they train, though their schemas do not say so."""
 
 
-def signature_of(func: Any) -> OperatorSignature:
+def read_signature(func: Any) -> OperatorSignature:
     """Read the schema once: this is kept per operator."""
     schema = func._schema
     names = [argument.name for argument in schema.arguments]
@@ -173,7 +173,7 @@ def signature_of(func: Any) -> OperatorSignature:
     return OperatorSignature(name, writes)
 
 
-def written_tensors(
+def find_written_tensors(
     signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """The tensors that the operator changes, in the order of its arguments."""
@@ -186,38 +186,40 @@ def written_tensors(
     return [tensor for tensor in tensors if has_storage(tensor)]
 
 
-def written_storages(
+def find_written_storages(
     signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, torch.UntypedStorage]:
     """The storages that the operator changed, in the order of its arguments."""
-    storages = [tensor.untyped_storage() for tensor in written_tensors(signature, args, kwargs)]
+    storages = [
+        tensor.untyped_storage() for tensor in find_written_tensors(signature, args, kwargs)
+    ]
     return {id(storage): storage for storage in storages}
 
 
-def collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
+def collect_tensors(values: Iterable[Any], tensors: list[Tensor]) -> None:
     """Add the tensors among the values, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif type(value) in SEQUENCES:
-            found += [item for item in value if isinstance(item, Tensor)]
+            tensors += [item for item in value if isinstance(item, Tensor)]
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def find_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in an operator's arguments or results, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [tensor for item in value for tensor in find_tensors(item)]
     return []
 
 
-def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
+def map_nested(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
     """The same arguments with everything of a type replaced."""
     if isinstance(value, kind):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(mapped(item, change, kind) for item in value)
+        return type(value)(map_nested(item, change, kind) for item in value)
     return value
 
 
@@ -226,7 +228,7 @@ def view_key(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
-_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(
+_LAZY_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.Negative
 )
 
@@ -247,7 +249,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     else:
         return func(*args, **kwargs)
     included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY_KEYS
     with torch._C._ForceDispatchKeyGuard(included, excluded):
         return func(*args, **kwargs)
 
@@ -259,9 +261,9 @@ class OperatorCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     signature: OperatorSignature
-    given: list[Tensor]
+    inputs: list[Tensor]
     """Tensors among the arguments."""
-    made: list[Tensor]
+    outputs: list[Tensor]
     """Tensors among the results."""
     nanoseconds: int
 
@@ -281,14 +283,14 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     watching: bool = True
     """Whether operators are passed on."""
 
-    def ran(self, call: OperatorCall) -> None:
+    def on_operator(self, call: OperatorCall) -> None:
         """Note an operator."""
 
     def signature(self, func: Any) -> OperatorSignature:
         """Read the schema of an operator, once."""
         known = self._signatures.get(func)
         if known is None:
-            known = self._signatures[func] = signature_of(func)
+            known = self._signatures[func] = read_signature(func)
         return known
 
     def __torch_dispatch__(
@@ -300,16 +302,16 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = perf_counter_ns()
         out = run_operator(func, args, kwargs)
         spent = perf_counter_ns() - start
-        made = [out] if isinstance(out, Tensor) else tensors_in(out)
-        if made and made[0].is_cuda:
-            torch.cuda.synchronize(made[0].device)
+        outputs = [out] if isinstance(out, Tensor) else find_tensors(out)
+        if outputs and outputs[0].is_cuda:
+            torch.cuda.synchronize(outputs[0].device)
             spent = perf_counter_ns() - start
-        given: list[Tensor] = []
-        collect_tensors(args, given)
+        inputs: list[Tensor] = []
+        collect_tensors(args, inputs)
         if kwargs:
-            collect_tensors(kwargs.values(), given)
+            collect_tensors(kwargs.values(), inputs)
         signature = self._signatures.get(func) or self.signature(func)
-        self.ran(OperatorCall(func, args, kwargs, signature, given, made, spent))
+        self.on_operator(OperatorCall(func, args, kwargs, signature, inputs, outputs, spent))
         return out
 
 
@@ -325,7 +327,7 @@ def _skipped_by_compiler(mode: Any) -> Any:
     return type(mode.__name__, (mode,), skipped)
 
 
-def not_compiled(function: F) -> F:
+def exclude_from_compiler(function: F) -> F:
     """The function for this process: if it compiles functions, torch must leave this one alone."""
     if "torch._dynamo" not in sys.modules:
         return function
@@ -333,7 +335,7 @@ def not_compiled(function: F) -> F:
     return left_alone
 
 
-def inside_compiled() -> bool:
+def is_inside_compiled() -> bool:
     """Whether a function that torch compiled is running: there no mode may come or go."""
     if "torch._dynamo" not in sys.modules:
         return False
@@ -344,9 +346,9 @@ def inside_compiled() -> bool:
     return entered > 1  # the first is the way into `not_compiled`
 
 
-def beside_compiler(mode: type[M]) -> type[M]:
+def exclude_mode_from_compiler(mode: type[M]) -> type[M]:
     """The mode for this process: if it has compiled functions, torch must not compile the mode too."""
     if "torch._dynamo" not in sys.modules:
         return mode
-    found: type[M] = _skipped_by_compiler(mode)  # type: ignore[arg-type]
-    return found
+    skipped: type[M] = _skipped_by_compiler(mode)  # type: ignore[arg-type]
+    return skipped

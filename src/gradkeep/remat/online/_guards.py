@@ -36,7 +36,7 @@ _active: list[OnlineRuntime] = []
 _plain: list[tuple[Any, str, Any]] = []
 
 
-def raise_guards(online: OnlineRuntime) -> None:
+def install_guards(online: OnlineRuntime) -> None:
     """Let these functions ask the runtime first, from now on."""
     if not _active:
         for name in GUARDED:
@@ -47,7 +47,7 @@ def raise_guards(online: OnlineRuntime) -> None:
     _active.append(online)
 
 
-def lower_guards(online: OnlineRuntime) -> None:
+def remove_guards(online: OnlineRuntime) -> None:
     """Give the functions back once no runtime is left."""
     _active.remove(online)
     while not _active and _plain:
@@ -109,11 +109,11 @@ def _guarded_backward(plain: Any) -> Any:
 
 def _leaves(roots: Iterable[torch.Tensor]) -> set[int]:
     """The ids of the leaves below some tensors."""
-    found: set[int] = set()
+    leaves: set[int] = set()
     stack: list[Any] = []
     for root in roots:
         if root.grad_fn is None:
-            found.add(id(root))
+            leaves.add(id(root))
         else:
             stack.append(root.grad_fn)
     seen = set(stack)
@@ -121,8 +121,8 @@ def _leaves(roots: Iterable[torch.Tensor]) -> set[int]:
         node = stack.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.add(id(leaf))
+            leaves.add(id(leaf))
         fresh = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= fresh
         stack += fresh
-    return found
+    return leaves

@@ -12,7 +12,7 @@ import torch
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._rerun import hash_bytes
-from gradkeep.remat._tensors import StorageRef, mapped, run_operator, tensors_in
+from gradkeep.remat._tensors import StorageRef, find_tensors, map_nested, run_operator
 from gradkeep.remat.simulator._core import EvictionCore, Storage
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradkeep.remat._tensors import Geometry
     from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
-    from gradkeep.remat.simulator._neighbourhoods import Heuristic
+    from gradkeep.remat.simulator._neighborhoods import Heuristic
 
 
 class OnlineArgument(NamedTuple):
@@ -55,7 +55,7 @@ class OnlineOperator:
     """The state of the generator before it ran."""
 
 
-def predicted_bytes(
+def predict_result_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool
 ) -> int:
     """Estimate the bytes of an operator's results before it runs for the first time.
@@ -63,25 +63,25 @@ def predicted_bytes(
     Torch knows the shapes of most results without computing them; for the others the largest argument
     is a guess.
     """
-    given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
-    guess = max((tensor.nbytes for tensor in given), default=0)
+    inputs = find_tensors(args) + find_tensors(tuple(kwargs.values()))
+    guess = max((tensor.nbytes for tensor in inputs), default=0)
     names = {argument.name for argument in func._schema.arguments}
     if not any("Tensor" in str(result.type) for result in func._schema.returns):
         return 0
-    if random or not (given or "device" in names) or not func._schema.name.startswith("aten::"):
+    if random or not (inputs or "device" in names) or not func._schema.name.startswith("aten::"):
         return guess
-    named = {name: mapped(value, _without_content, torch.Tensor) for name, value in kwargs.items()}
+    named = {name: map_nested(value, _to_meta, torch.Tensor) for name, value in kwargs.items()}
     if "device" in names:
         named["device"] = torch.device("meta")
     try:
-        out = func(*mapped(args, _without_content, torch.Tensor), **named)
-        storages = [tensor.untyped_storage() for tensor in tensors_in(out)]
+        out = func(*map_nested(args, _to_meta, torch.Tensor), **named)
+        storages = [tensor.untyped_storage() for tensor in find_tensors(out)]
         return sum({id(storage): storage.nbytes() for storage in storages}.values())
     except Exception:
         return guess
 
 
-def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -93,14 +93,14 @@ class StorageBytes:
     nbytes: int
     dead: bool = False
     """Nobody but us has it."""
-    was: int | None = None
+    evicted_hash: int | None = None
     """A hash of the bytes that were evicted, until they are back and compared."""
-    held: torch.UntypedStorage | None = None
+    own_storage: torch.UntypedStorage | None = None
     """The bytes of a dead storage that was made again, or of a pinned one that others need."""
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage as it is now, filled or empty."""
-        return self.held if self.held is not None else self.ref()
+        return self.own_storage if self.own_storage is not None else self.ref()
 
 
 class LiveCore(EvictionCore):
@@ -125,10 +125,10 @@ class LiveCore(EvictionCore):
         """Raise where nothing is left to evict."""
         # Here edges go too, once nothing needs them any more.
         self._followed = False
-        self._allowed = budget
+        self._requested_budget = budget
         self.settled = False
         """Everything is back, and stays."""
-        self._spent_before = 0
+        self._remat_compute_at_restore = 0
         self.bytes: dict[Storage, StorageBytes] = {}
         self.latest: dict[int, Node] = {}
         """The present value of each storage that is alive, by the id of torch's storage."""
@@ -143,7 +143,7 @@ class LiveCore(EvictionCore):
 
     def limit_to(self, budget: float) -> None:
         """Use another budget from the next operator on."""
-        self.budget = self._allowed = budget
+        self.budget = self._requested_budget = budget
 
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The value that a tensor shows; one never seen before is a constant."""
@@ -151,8 +151,8 @@ class LiveCore(EvictionCore):
 
     def node_on(self, storage: torch.UntypedStorage) -> Node:
         """The present value of a storage."""
-        found = self.latest.get(id(storage))
-        return self._constant(storage) if found is None else found
+        node = self.latest.get(id(storage))
+        return self._constant(storage) if node is None else node
 
     def constants(self) -> list[StorageRef]:
         """The constants so far."""
@@ -172,12 +172,12 @@ class LiveCore(EvictionCore):
 
     def follow(self, storage: torch.UntypedStorage, node: Node) -> None:
         """From now on `storage` stands for the value."""
-        ref = StorageRef(storage, self._gone)
+        ref = StorageRef(storage, self._on_storage_freed)
         ref.key = id(storage)
         self.bytes[node.storage] = StorageBytes(ref, storage.nbytes())
         self.latest[ref.key] = node
 
-    def _gone(self, ref: StorageRef) -> None:
+    def _on_storage_freed(self, ref: StorageRef) -> None:
         # At once: the next storage may get the same id.
         node = self.latest.pop(ref.key, None)
         if node is not None:
@@ -185,21 +185,21 @@ class LiveCore(EvictionCore):
 
     def tidy(self) -> None:
         """What is done between two operators."""
-        self.bury()
+        self.free_dead_storages()
         if self.gave_up and not self.settled:
-            self.everything_back()
-        self.room(0)
+            self.restore_all()
+        self.make_room(0)
 
-    def bury(self) -> None:
+    def free_dead_storages(self) -> None:
         """Look at the storages that have died since: their bytes are free, their recipes stay."""
         while self.died:
             storage = self.died.pop().storage
             self.bytes[storage].dead = True
             if storage.material:
-                self._lose(storage)
+                self._discard(storage)
             self._forget(storage)
 
-    def _lose(self, storage: Storage) -> None:
+    def _discard(self, storage: Storage) -> None:
         """The bytes of a storage that nobody else has go."""
         if storage.pinned:
             storage.pinned = False
@@ -221,11 +221,11 @@ class LiveCore(EvictionCore):
             if place is None or self._needed(gone):
                 continue
             # Held for others only: without us it lives on, or dies and comes by here again.
-            place.held = None
+            place.own_storage = None
             if not place.dead:
                 continue
             if gone.material:
-                self._lose(gone)
+                self._discard(gone)
             del self.bytes[gone]
             for above in list(gone.above):
                 above.below.pop(gone, None)
@@ -233,24 +233,24 @@ class LiveCore(EvictionCore):
             gone.above.clear()
             waiting += [sibling.storage for node in gone.tensors for sibling in node.siblings]
 
-    def hold(self, nodes: Sequence[Node]) -> None:
+    def materialize_and_lock(self, nodes: Sequence[Node]) -> None:
         """Bring values into memory and lock them there."""
         clock = self.clock
         for node in nodes:
             node.storage.last_access = clock
             if not node.defined:
-                self._materialize(node, again=True)
+                self._materialize(node, recompute=True)
             self._lock(node.storage)
             self.compare(node.storage)
 
     def compare(self, storage: Storage) -> None:
         """See that what was evicted came back as it was, before anybody reads it."""
         place = self.bytes[storage]
-        if place.was is None or not all(node.defined for node in storage.tensors):
+        if place.evicted_hash is None or not all(node.defined for node in storage.tensors):
             return
-        was, place.was = place.was, None
+        evicted_hash, place.evicted_hash = place.evicted_hash, None
         actual = place.ref()
-        if actual is not None and hash_bytes(actual, 0, place.nbytes) != was:
+        if actual is not None and hash_bytes(actual, 0, place.nbytes) != evicted_hash:
             name = storage.tensors[0].op.name
             _poison(place, always=True)
             raise RematError(
@@ -260,25 +260,25 @@ class LiveCore(EvictionCore):
                 fix="use mode='planned', or no budget, for this model",
             )
 
-    def let_go(self, nodes: Sequence[Node]) -> None:
+    def unlock_all(self, nodes: Sequence[Node]) -> None:
         """Unlock them again."""
         for node in nodes:
             self._unlock(node.storage)
 
-    def room(self, need: int) -> None:
+    def make_room(self, need: int) -> None:
         """Evict until so many bytes fit."""
         if self.memory + need > self.budget:
             self._free(need)
 
-    def ran(
+    def add_operator(
         self,
         operator: OnlineOperator,
         parents: Sequence[Node],
-        made: Sequence[torch.UntypedStorage],
+        new_storages: Sequence[torch.UntypedStorage],
     ) -> list[Node]:
         """Enter an operator that just ran for the first time, with its new storages."""
         nodes = self._declare(operator, parents)  # type: ignore[arg-type]
-        fresh = iter(made)
+        fresh = iter(new_storages)
         for node, alias in zip(nodes, operator.aliases, strict=True):
             node.storage.last_access = self.clock + operator.cost
             if alias >= 0:
@@ -292,8 +292,8 @@ class LiveCore(EvictionCore):
         for parent in parents:
             # Pinned storages are not made again: they stay for those that are.
             place = self.bytes[parent.storage]
-            if parent.storage.pinned and place.held is None and self._needed(parent.storage):
-                place.held = place.storage()
+            if parent.storage.pinned and place.own_storage is None and self._needed(parent.storage):
+                place.own_storage = place.storage()
         self.clock += operator.cost
         self.base_compute += operator.cost
         self.ops_run += 1
@@ -306,7 +306,7 @@ class LiveCore(EvictionCore):
         self.memory += storage.size
         self.peak = max(self.peak, self.memory)
         self.pool[storage] = None
-        self.heuristic.arrived(storage, again=False)
+        self.heuristic.arrived(storage, recomputed=False)
 
     def keep(self, node: Node) -> None:
         """Never evict it again, as long as somebody has it or something else may need it."""
@@ -314,11 +314,11 @@ class LiveCore(EvictionCore):
             self.pin(node)
             if self._needed(node.storage):
                 place = self.bytes[node.storage]
-                place.held = place.storage()
+                place.own_storage = place.storage()
             for above in list(node.storage.above):
                 self._forget(above)
 
-    def about_to_change(self, node: Node) -> None:
+    def prepare_overwrite(self, node: Node) -> None:
         """Its bytes will be overwritten: what was computed from them is made now, and stays."""
         for other in list(node.storage.below):
             place = self.bytes.get(other)
@@ -331,7 +331,7 @@ class LiveCore(EvictionCore):
     def _free(self, need: int) -> None:
         began = perf_counter_ns()
         while self.memory + need > self.budget and self.pool:
-            self._evict(self._victim())
+            self._evict(self._choose_victim())
         over = int(min(self.memory + need - self.budget, 1 << 62))
         self.over = max(self.over, over)
         self.exhausted |= over > 0
@@ -347,32 +347,32 @@ class LiveCore(EvictionCore):
     def _evict(self, storage: Storage) -> None:
         super()._evict(storage)
         place = self.bytes[storage]
-        place.held = None
+        place.own_storage = None
         if place.dead:
             return
         actual = place.ref()
         if actual is None:
             return
-        if place.was is None and getattr(storage.tensors[0].op, "exact", True):
-            place.was = hash_bytes(actual, 0, place.nbytes)
+        if place.evicted_hash is None and getattr(storage.tensors[0].op, "exact", True):
+            place.evicted_hash = hash_bytes(actual, 0, place.nbytes)
         actual.resize_(0)
 
-    def _run(self, tensor: Node, need: int, *, again: bool) -> None:
+    def _run(self, tensor: Node, need: int, *, recompute: bool) -> None:
         operator: Any = tensor.op
         began = perf_counter_ns()
-        out = self._again(operator)
+        out = self._rerun_operator(operator)
         taken = perf_counter_ns() - began
         by_index = {node.index: node for node in (tensor, *tensor.siblings)}
-        results = tensors_in(out)
+        results = find_tensors(out)
         # What is new comes before what is written in place.
         for index, (position, geometry) in enumerate(operator.results):
             storage = by_index[index].storage
             if storage in self.bytes and not storage.material:
                 self._fill(storage, results[position], geometry)
-        super()._run(tensor, need, again=again)
+        super()._run(tensor, need, recompute=recompute)
         # The core counts what was expected; what it took is what people are told.
         self.remat_compute += taken - operator.cost
-        spent = self.remat_compute - self._spent_before
+        spent = self.remat_compute - self._remat_compute_at_restore
         # Nanoseconds of recomputation that are too few to judge by.
         if spent > self.limit * max(self.base_compute, 50_000_000):
             # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
@@ -389,12 +389,13 @@ class LiveCore(EvictionCore):
             sibling.defined = False
         return arrived
 
-    def _again(self, operator: OnlineOperator) -> Any:
+    def _rerun_operator(self, operator: OnlineOperator) -> Any:
         if operator.run is None:
             raise RematError(f"{operator.name} cannot be run again, but its result was evicted")
-        args = mapped(operator.args, self._shown, OnlineArgument)
+        args = map_nested(operator.args, self._view_argument, OnlineArgument)
         kwargs = {
-            name: mapped(value, self._shown, OnlineArgument) for name, value in operator.kwargs
+            name: map_nested(value, self._view_argument, OnlineArgument)
+            for name, value in operator.kwargs
         }
         before = torch.is_grad_enabled()
         now = torch.get_rng_state() if operator.random is not None else None
@@ -409,7 +410,7 @@ class LiveCore(EvictionCore):
                 if now is not None:
                     torch.set_rng_state(now)
 
-    def _shown(self, argument: OnlineArgument) -> torch.Tensor:
+    def _view_argument(self, argument: OnlineArgument) -> torch.Tensor:
         storage = self.bytes[argument.node.storage].storage()
         assert storage is not None
         return argument.geometry.on(storage)
@@ -420,7 +421,7 @@ class LiveCore(EvictionCore):
         source = result.untyped_storage()
         actual = place.ref()
         if place.dead or actual is None:
-            place.held = source
+            place.own_storage = source
         else:
             actual.resize_(place.nbytes)
             if source.nbytes() == place.nbytes and result.storage_offset() == geometry.offset:
@@ -429,10 +430,14 @@ class LiveCore(EvictionCore):
                 geometry.on(actual).copy_(result)
         self.copy_time += perf_counter_ns() - began
 
-    def everything_back(self) -> None:
+    def restore_all(self) -> None:
         """Bring back whatever somebody still has, whatever it takes; from here on nothing is evicted."""
-        self.bury()
-        self.budget, self._spent_before, self.settled = self._allowed, self.remat_compute, True
+        self.free_dead_storages()
+        self.budget, self._remat_compute_at_restore, self.settled = (
+            self._requested_budget,
+            self.remat_compute,
+            True,
+        )
         self.strict = False
         failed: BaseException | None = None
         # The oldest first: then whatever a later one is made from is there, or was nobody's. What

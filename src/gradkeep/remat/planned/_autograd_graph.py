@@ -21,7 +21,10 @@ _LEAF = 2**64 - 1
 _NONE = -1
 _WITH_NUMBERS = ("_raw_saved_other", "_raw_saved_self")
 """Where products and quotients keep a Python number: as a tensor that no hook has seen."""
-_ONE_NAME = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
+_CANONICAL_NAMES = {
+    "ReshapeAliasBackward0": "ViewBackward0",
+    "UnsafeViewBackward0": "ViewBackward0",
+}
 """Which of these a reshape becomes depends on whether a mode watches it."""
 
 
@@ -47,7 +50,7 @@ class GraphBelow(NamedTuple):
     """Nodes below it that were not seen before, with their numbers."""
 
 
-_NOWHERE = GraphBelow(_NONE, 0, ())
+_NO_NODE = GraphBelow(_NONE, 0, ())
 
 
 class GraphWalk:
@@ -62,14 +65,14 @@ class GraphWalk:
         """Everything below a tensor that was not seen before."""
         node: Any = tensor.grad_fn
         if node is None:
-            return _NOWHERE
+            return _NO_NODE
         numbers = self._numbers
         sequence = node._sequence_nr()
         first = numbers.get(sequence)
         if first is not None:
             return GraphBelow(first, tensor.output_nr, ())
         first = numbers[sequence] = len(numbers)
-        found = []
+        new_nodes = []
         stack = [(first, node)]
         while stack:
             number, node = stack.pop()
@@ -85,8 +88,8 @@ class GraphWalk:
                         stack.append((at, parent))
                 parents += (at, result)
             scalars = _scalars(node, above)
-            found.append((number, GraphNode(_name(node), scalars, tuple(parents))))
-        return GraphBelow(first, tensor.output_nr, tuple(found))
+            new_nodes.append((number, GraphNode(_name(node), scalars, tuple(parents))))
+        return GraphBelow(first, tensor.output_nr, tuple(new_nodes))
 
     def mark(self, tensor: torch.Tensor) -> None:
         """Take a tensor as it is: no look at what lies below it."""
@@ -111,11 +114,11 @@ class GraphExpectations:
         """The run looks below this tensor, in the same order as `GraphWalk.below`."""
         numbers = self._numbers
         if seen.node == _NONE:
-            return _NOWHERE
+            return _NO_NODE
         if seen.node in numbers:
             return GraphBelow(numbers[seen.node], seen.result, ())
         first = numbers[seen.node] = len(numbers)
-        found = []
+        new_nodes = []
         stack = [seen.node]
         while stack:
             number = stack.pop()
@@ -126,11 +129,11 @@ class GraphExpectations:
                     numbers[at] = len(numbers)
                     stack.append(at)
                 parents += (numbers[at] if at >= 0 else at, result)
-            found.append((numbers[number], walked._replace(parents=tuple(parents))))
-        return GraphBelow(first, seen.result, tuple(found))
+            new_nodes.append((numbers[number], walked._replace(parents=tuple(parents))))
+        return GraphBelow(first, seen.result, tuple(new_nodes))
 
 
-def leaf_of(tensor: torch.Tensor) -> int | None:
+def parameter_id(tensor: torch.Tensor) -> int | None:
     """Which parameter a tensor is, or is a view of; tells apart two models of one shape."""
     if isinstance(tensor, Parameter):
         return id(tensor)
@@ -153,7 +156,7 @@ def _name(node: Any) -> str:
     name = _NAMES.get(kind)
     if name is None:
         name = node.name()
-        name = _NAMES[kind] = _ONE_NAME.get(name, name)
+        name = _NAMES[kind] = _CANONICAL_NAMES.get(name, name)
     return name
 
 
@@ -161,13 +164,13 @@ def _scalars(node: Any, parents: tuple[tuple[Any, int], ...]) -> tuple[Any, ...]
     kind = type(node)
     readers = _READERS.get(kind)
     if readers is None:
-        readers = _READERS[kind] = _readers_of(kind)
+        readers = _READERS[kind] = _build_readers(kind)
     plain, numbers = readers
-    found = tuple([read(node) for read in plain]) if plain else ()
+    scalars = tuple([read(node) for read in plain]) if plain else ()
     # A number has no node: where all operands have one, there is none to read. Reading takes 1 us.
     if numbers and (not parents or any(parent is None for parent, _ in parents)):
-        found += tuple([read(node) for read in numbers])
-    return found
+        scalars += tuple([read(node) for read in numbers])
+    return scalars
 
 
 _NAMES: dict[type, str] = {}
@@ -176,7 +179,7 @@ _READERS: dict[type, _Readers] = {}
 """Per type of node: how to read its scalars, and how to read the numbers it was given as operands."""
 
 
-def _readers_of(kind: type) -> _Readers:
+def _build_readers(kind: type) -> _Readers:
     names = set(dir(kind))
     plain = [
         getattr(kind, name).__get__

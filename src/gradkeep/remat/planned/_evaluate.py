@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradkeep.remat._rerun import TensorRef, bytes_on_the_way
+from gradkeep.remat._rerun import TensorRef, count_temporary_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +29,9 @@ class DropCandidate:
     size: int
     first_pack: int
     """The event after which it may go, as far as autograd is concerned."""
-    gone: int
+    free_from: int
     """The event from which on its bytes are free if it is dropped."""
-    asks: tuple[int, ...]
+    requests: tuple[int, ...]
     """Positions in the order of asking."""
     cost: float
     """Seconds to make it again if every other saved value is there."""
@@ -63,7 +63,7 @@ class PlanningProblem:
         return max(self.levels, default=0)
 
 
-def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
+def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     """Find the candidates."""
     saved: dict[int, int] = {}
     slots_of: dict[int, list[int]] = {}
@@ -72,9 +72,9 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         saved.setdefault(slot.value, slot.event)
         slots_of.setdefault(slot.value, []).append(number)
         versions.setdefault(trace.values[slot.value].storage, set()).add(slot.value)
-    asks: dict[int, list[int]] = {}
+    requests: dict[int, list[int]] = {}
     for at, number in enumerate(trace.order):
-        asks.setdefault(trace.slots[number].value, []).append(at)
+        requests.setdefault(trace.slots[number].value, []).append(at)
     random_state = _random_states(trace)
     # Of a saved tensor whose storage is written to later only its own part is what it was: what
     # else the storage held is gone, so nothing is made from it.
@@ -85,13 +85,13 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     }
     # Nor is anything made from what has another size each time.
     written |= {slot.value for slot in trace.slots if slot.varies}
-    whole = {value: event for value, event in saved.items() if value not in written}
+    intact = {value: event for value, event in saved.items() if value not in written}
     lasting = {value: source for value, source in trace.sources.items() if value not in written}
     trace = replace(trace, sources=lasting)
-    makeable = _find_makeable(trace, whole, random_state)
+    makeable = _find_makeable(trace, intact, random_state)
     sizes = tuple(trace.storages[value.storage].size for value in trace.values)
-    costs = tuple(map(_again_seconds, trace.operations))
-    found = []
+    costs = tuple(map(_estimate_rerun_seconds, trace.operations))
+    candidates = []
     known = {}
     for value, pack in saved.items():
         stored = trace.storages[trace.values[value].storage]
@@ -103,25 +103,27 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
             continue
         if any(trace.slots[number].varies for number in slots_of[value]):
             continue
-        recipe, starts = _recipe_of(trace, whole, value)
+        recipe, starts = _find_recipe(trace, intact, value)
         # Before all it is made from has been saved, it cannot be let go.
-        known[value] = max([pack, *(whole.get(start, 0) for start in starts)])
-        gone = max(stored.natural, known[value] + 1)
-        asked = asks.get(value, [])
-        first = trace.asked[asked[0]] if asked else stored.death
-        if gone >= min(first, stored.death):
+        known[value] = max([pack, *(intact.get(start, 0) for start in starts)])
+        free_from = max(stored.natural, known[value] + 1)
+        own_requests = requests.get(value, [])
+        first = trace.request_events[own_requests[0]] if own_requests else stored.death
+        if free_from >= min(first, stored.death):
             continue  # whoever holds it holds it until it is asked for: nothing to gain
         cost = sum(costs[number] for number in recipe)
-        found.append(DropCandidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
+        candidates.append(
+            DropCandidate(value, stored.size, pack, free_from, tuple(own_requests), cost, recipe)
+        )
     return PlanningProblem(
-        trace, tuple(found), whole, random_state, known, trace.levels(), sizes, costs
+        trace, tuple(candidates), intact, random_state, known, trace.levels(), sizes, costs
     )
 
 
-def _again_seconds(operation: TracedOperation) -> float:
+def _estimate_rerun_seconds(operation: TracedOperation) -> float:
     """What it costs to run an operator once more, long after it ran first."""
     shown = [arg.geometry for arg in operation.args if isinstance(arg, TensorRef)]
-    shown += [made.geometry for made in operation.makes]
+    shown += [result.geometry for result in operation.makes]
     touched = sum(math.prod(geometry.size) * geometry.dtype.itemsize for geometry in shown)
     # What running one operator again costs beside the operator: its arguments are put together.
     # What every byte that it reads or makes costs more than in the recorded step: there it was
@@ -131,7 +133,7 @@ def _again_seconds(operation: TracedOperation) -> float:
 
 def _random_states(trace: StepTrace) -> dict[int, int]:
     """A state taken at a pack holds for the first random operator after it, and for no other."""
-    found: dict[int, int] = {}
+    slots: dict[int, int] = {}
     slot: int | None = None
     fresh = False
     for event in trace.events:
@@ -139,9 +141,9 @@ def _random_states(trace: StepTrace) -> dict[int, int]:
             slot, fresh = event.number, True
         elif event.kind == "op" and trace.operations[event.number].random:
             if fresh and slot is not None:
-                found[event.number] = slot
+                slots[event.number] = slot
             fresh = False
-    return found
+    return slots
 
 
 def _find_makeable(
@@ -162,7 +164,7 @@ def _find_makeable(
     return makeable
 
 
-def _recipe_of(
+def _find_recipe(
     trace: StepTrace, saved: dict[int, int], value: int
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The operators that make a value, and the saved values and constants that they start from."""
@@ -189,9 +191,9 @@ class Treatment(IntEnum):
     KEEP = 0
     DROP = 1
     """Make it again at the first request, and keep it until the last."""
-    AGAIN = 2
+    REPEAT = 2
     """Make it again at every request; nothing is kept on the way."""
-    TOGETHER = 3
+    JOINT = 3
     """As DROP, but made as soon as an operator that it needs runs for another value."""
     LATE = 4
     """As DROP near its last request, as AGAIN before: what an early rebuild makes on the way, as the
@@ -208,7 +210,7 @@ class Rebuild:
     operations: tuple[int, ...]
     sources: frozenset[int]
     """Values that must be there."""
-    kept: frozenset[int]
+    retained: frozenset[int]
     """Made values that stay for later requests."""
 
 
@@ -218,7 +220,7 @@ class PlanEvaluation:
 
     seconds: float
     peak: int
-    where: int
+    peak_event: int
     """The event of the peak."""
     rebuilds: tuple[Rebuild, ...]
     last_use: dict[int, int]
@@ -234,7 +236,7 @@ class PlanEvaluation:
 class _CachedRebuild(NamedTuple):
     """A rebuild, and what it was found for: the codes of the candidates that were looked at."""
 
-    given: tuple[tuple[int, int], ...]
+    conditions: tuple[tuple[int, int], ...]
     rebuild: Rebuild
     seconds: float
     change: tuple[tuple[int, int], ...]
@@ -261,18 +263,18 @@ class PlanEvaluator:
             sum(problem.sizes[m.value] for m in operation.makes if m.position >= 0)
             for operation in trace.operations
         ]
-        self._passing = [
-            bytes_on_the_way(operation.args) if operation.apart else 0
+        self._temporary_bytes = [
+            count_temporary_bytes(operation.args) if operation.first_result else 0
             for operation in trace.operations
         ]
         """Bytes that running an operator again takes for as long as it runs."""
         self._cost = problem.costs
         self._asks = sorted(
-            (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
+            (at, index) for index, c in enumerate(problem.candidates) for at in c.requests
         )
-        self._absent = [
+        self._freed_bytes = [
             (
-                (c.gone, -c.size),
+                (c.free_from, -c.size),
                 (trace.storages[self._storage[c.value]].death, c.size),
             )
             for c in problem.candidates
@@ -285,8 +287,8 @@ class PlanEvaluator:
         self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
         """Per operator the candidates that need it, if several do."""
         # The last request is near if it comes within this part of all requests.
-        self._near = len(trace.order) // 8
-        self._memory: dict[int, list[_CachedRebuild]] = {}
+        self._near_requests = len(trace.order) // 8
+        self._cached: dict[int, list[_CachedRebuild]] = {}
         self.work = 0
         """Operators in all rebuilds that had to be worked out so far."""
         self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
@@ -295,7 +297,7 @@ class PlanEvaluator:
     def __call__(self, states: Sequence[int]) -> PlanEvaluation:
         """Go through the requests in order."""
         problem, trace = self.problem, self.problem.trace
-        candidates, asked = problem.candidates, trace.asked
+        candidates, request_events = problem.candidates, trace.request_events
         # Per candidate: twice its state, plus one while it is made again and kept.
         codes = [2 * state for state in states]
         change: list[tuple[int, int]] = []
@@ -305,14 +307,14 @@ class PlanEvaluator:
         seconds = 0.0
         for index, code in enumerate(codes):
             if code:
-                change += self._absent[index]
+                change += self._freed_bytes[index]
         for at, index in self._asks:
             code = codes[index]
             if not code:
                 continue
             candidate = candidates[index]
             if code & 1:
-                if candidate.asks[-1] == at:
+                if candidate.requests[-1] == at:
                     codes[index] = code - 1
                 continue
             known = self._rebuild(candidate.value, at, codes)
@@ -328,8 +330,8 @@ class PlanEvaluator:
             stored = trace.storages[self._storage[source]]
             own = self._index.get(source)
             dropped = own is not None and states[own]
-            if not dropped and not stored.constant and stored.death <= asked[at]:
-                change += [(stored.death, stored.size), (asked[at] + 1, -stored.size)]
+            if not dropped and not stored.constant and stored.death <= request_events[at]:
+                change += [(stored.death, stored.size), (request_events[at] + 1, -stored.size)]
         levels = self._base
         if change:
             step = np.zeros(len(levels) + 1, dtype=np.int64)
@@ -339,15 +341,15 @@ class PlanEvaluator:
             for event, burst in bursts:
                 if burst > 0:
                     levels[event] += burst
-        where = int(levels.argmax()) if len(levels) else 0
-        peak = int(levels[where]) if len(levels) else 0
-        return PlanEvaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
+        peak_event = int(levels.argmax()) if len(levels) else 0
+        peak = int(levels[peak_event]) if len(levels) else 0
+        return PlanEvaluation(seconds, peak, peak_event, tuple(rebuilds), last_use, levels)
 
     def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
         """The work at a request; many plans agree on it, so it is looked up first."""
-        entries = self._memory.setdefault(at, [])
+        entries = self._cached.setdefault(at, [])
         for entry in entries:
-            for index, code in entry.given:
+            for index, code in entry.conditions:
                 if codes[index] != code:
                     break
             else:
@@ -361,12 +363,12 @@ class PlanEvaluator:
     def _build(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
         """The operators that bring a value back, their cost, and the bytes they take on the way."""
         trace, candidates = self.problem.trace, self.problem.candidates
-        event = trace.asked[at]
+        event = trace.request_events[at]
         index, ready, maker = self._index, self._ready, self._maker
         operations: set[int] = set()
         sources: set[int] = set()
         forced: set[int] = set()
-        given: dict[int, int] = {}
+        conditions: dict[int, int] = {}
         stack = [(value, True)]
         roots = {value}
         news: list[int] = []
@@ -374,10 +376,10 @@ class PlanEvaluator:
             if not stack:
                 # Whoever needs what was just made, and will be asked for, is made along.
                 for other in self._sharing[news.pop()]:
-                    given[other] = codes[other]
+                    conditions[other] = codes[other]
                     mate = candidates[other]
-                    wanted = codes[other] == 2 * Treatment.TOGETHER and mate.value not in roots
-                    if wanted and mate.asks and mate.asks[-1] > at:
+                    is_joint = codes[other] == 2 * Treatment.JOINT and mate.value not in roots
+                    if is_joint and mate.requests and mate.requests[-1] > at:
                         roots.add(mate.value)
                         stack.append((mate.value, True))
                 continue
@@ -385,7 +387,7 @@ class PlanEvaluator:
             if not must:
                 own = index.get(current)
                 if own is not None:
-                    given[own] = codes[own]
+                    conditions[own] = codes[own]
                 if own is not None and codes[own]:
                     there = bool(codes[own] & 1)
                 else:
@@ -404,41 +406,41 @@ class PlanEvaluator:
                 stack += [(read, read in self._forced[number]) for read in self._reads[number]]
         order = sorted(operations)
         self.work += len(order)
-        kept: set[int] = set()
+        retained: set[int] = set()
         for number in order:
-            for made in self._makes[number]:
-                own = index.get(made)
+            for result in self._makes[number]:
+                own = index.get(result)
                 if own is None:
                     continue
-                given[own] = codes[own]
-                asks = candidates[own].asks
-                if made in forced or not asks or (made != value and asks[-1] <= at):
+                conditions[own] = codes[own]
+                requests = candidates[own].requests
+                if result in forced or not requests or (result != value and requests[-1] <= at):
                     continue
-                late = codes[own] == 2 * Treatment.LATE and asks[-1] - at <= self._near
-                if late or codes[own] in (2 * Treatment.DROP, 2 * Treatment.TOGETHER):
-                    kept.add(made)
+                late = codes[own] == 2 * Treatment.LATE and requests[-1] - at <= self._near_requests
+                if late or codes[own] in (2 * Treatment.DROP, 2 * Treatment.JOINT):
+                    retained.add(result)
         change: list[tuple[int, int]] = []
         arrived = 0
         present = []
-        for made in sorted(kept):
-            own = index[made]
+        for result in sorted(retained):
+            own = index[result]
             size = candidates[own].size
-            change += [(event, size), (trace.storages[self._storage[made]].death, -size)]
+            change += [(event, size), (trace.storages[self._storage[result]].death, -size)]
             arrived += size
-            if candidates[own].asks[-1] > at:
+            if candidates[own].requests[-1] > at:
                 present.append(own)
-        if value not in kept:
+        if value not in retained:
             candidate = candidates[index[value]]
             end = trace.freed[at]
-            if at == candidate.asks[-1]:
+            if at == candidate.requests[-1]:
                 # Whoever asks last may pass it on.
                 end = max(end, trace.storages[self._storage[value]].death)
             change += [(event, candidate.size), (end, -candidate.size)]
             arrived += candidate.size
-        burst = self._burst(order, kept | {value}) - arrived
+        burst = self._burst(order, retained | {value}) - arrived
         return _CachedRebuild(
-            given=tuple(given.items()),
-            rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(kept)),
+            conditions=tuple(conditions.items()),
+            rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(retained)),
             seconds=sum(self._cost[number] for number in order),
             change=tuple(change),
             burst=(event, burst),
@@ -451,22 +453,22 @@ class PlanEvaluator:
         for number in order:
             for read in self._reads[number]:
                 last[self._storage[read]] = number
-            for made in self._makes[number]:
-                last[self._storage[made]] = number
+            for result in self._makes[number]:
+                last[self._storage[result]] = number
         staying = {self._storage[value] for value in stay}
         ends: dict[int, list[int]] = {}
         sizes = self.problem.sizes
         mine: set[int] = set()
         for number in order:
-            for made in self._makes[number]:
-                storage = self._storage[made]
+            for result in self._makes[number]:
+                storage = self._storage[result]
                 if storage not in mine:
                     mine.add(storage)
                     if storage not in staying:
-                        ends.setdefault(last[storage], []).append(sizes[made])
+                        ends.setdefault(last[storage], []).append(sizes[result])
         level = most = 0
         for number in order:
             level += self._takes[number]
-            most = max(most, level + self._passing[number])
+            most = max(most, level + self._temporary_bytes[number])
             level -= sum(ends.get(number, ()))
         return most

@@ -18,9 +18,9 @@ from gradkeep._budgets import format_bytes, parse_budget, parse_bytes
 from gradkeep.errors import BudgetError, RematError, StepChangedError
 from gradkeep.remat.planned._evaluate import Treatment
 from gradkeep.remat.planned._plan_cache import read_plans, write_plans
-from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner, floor_of
+from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner, find_floor
 from gradkeep.remat.planned._search import search_plan
-from gradkeep.remat.planned._session import BudgetSession, session_here, stash
+from gradkeep.remat.planned._session import BudgetSession, current_session, stash
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class BudgetReport:
     planned: int
     """Steps that followed a plan."""
     recorded: int
-    kept: int
+    unplanned: int
     """Steps that kept everything, because no plan fitted."""
     undone: int
     """Steps that were undone, because a value made again differed."""
@@ -126,7 +126,7 @@ class BudgetReport:
     def __str__(self) -> str:
         lines = [
             (
-                f"steps: {self.planned} planned, {self.recorded} recorded, {self.kept} kept everything, "
+                f"steps: {self.planned} planned, {self.recorded} recorded, {self.unplanned} kept everything, "
                 f"{self.undone} undone" + (f", {self.online} online" if self.online else "")
             )
         ]
@@ -168,34 +168,34 @@ class BudgetPoint:
 def budget_point(plan: StepPlan, budget: int, settings: BudgetSettings) -> BudgetPoint:
     """Plan a recorded step for a budget."""
     problem = plan.compiled.problem
-    found = search_plan(problem, budget, seed=settings.seed, effort=settings.effort)
-    slowdown = 1 + found.evaluation.seconds / max(problem.trace.seconds, 1e-9)
-    return BudgetPoint(budget, found.fits, found.evaluation.peak, slowdown)
+    plan_found = search_plan(problem, budget, seed=settings.seed, effort=settings.effort)
+    slowdown = 1 + plan_found.evaluation.seconds / max(problem.trace.seconds, 1e-9)
+    return BudgetPoint(budget, plan_found.fits, plan_found.evaluation.peak, slowdown)
 
 
 def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
     """Tell what a plan drops; finding the floor takes as long as planning."""
     problem, trace = plan.compiled.problem, plan.compiled.trace
     evaluation = plan.compiled.evaluation
-    found = []
+    dropped = []
     for candidate, state in zip(problem.candidates, plan.compiled.states, strict=True):
         if state == Treatment.KEEP:
             continue
         maker = trace.values[candidate.value].maker
         assert maker is not None
         operation = trace.operations[maker]
-        made = next(made for made in operation.makes if made.value == candidate.value)
-        found.append(
+        result = next(result for result in operation.makes if result.value == candidate.value)
+        dropped.append(
             DroppedActivation(
                 layer=operation.layer,
                 operator=operation.name,
-                shape=made.geometry.size,
+                shape=result.geometry.size,
                 bytes=candidate.size,
                 seconds=candidate.cost,
-                again=state == Treatment.AGAIN,
+                again=state == Treatment.REPEAT,
             )
         )
-    least = floor_of(problem, seed=settings.seed, effort=settings.effort)
+    least = find_floor(problem, seed=settings.seed, effort=settings.effort)
     lowest = least.evaluation.peak + plan.reserve
     floor = min(lowest, plan.predicted_peak if plan.drops else plan.peak)
     return Explanation(
@@ -205,7 +205,7 @@ def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
         predicted_peak=plan.predicted_peak,
         predicted_slowdown=1 + evaluation.seconds / max(trace.seconds, 1e-9),
         candidates=len(problem.candidates),
-        dropped=tuple(sorted(found, key=lambda value: value.seconds / value.bytes)),
+        dropped=tuple(sorted(dropped, key=lambda value: value.seconds / value.bytes)),
         planning_seconds=plan.seconds,
     )
 
@@ -216,19 +216,19 @@ def budget_report(planner: StepPlanner) -> BudgetReport:
     plan = max(
         planner.plans, key=lambda p: (p.measured_peak or 0, p.predicted_peak), default=planner.last
     )
-    rest = counts.busy - counts.recomputed
+    other_seconds = counts.busy - counts.recomputed
     scale = 1 if sys.platform == "darwin" else 1024
     return BudgetReport(
         planned=counts.planned,
         recorded=counts.recorded,
-        kept=counts.kept,
+        unplanned=counts.unplanned,
         undone=counts.undone,
         online=counts.online,
         evicting=planner.online_fallback.latest,
         budget=None if plan is None else plan.budget,
         predicted_peak=None if plan is None else plan.predicted_peak,
         measured_peak=None if plan is None else plan.measured_peak,
-        recompute_share=counts.recomputed / rest if rest > 0 else None,
+        recompute_share=counts.recomputed / other_seconds if other_seconds > 0 else None,
         rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         cuda_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         reasons=tuple(counts.reasons),
@@ -277,8 +277,8 @@ class MemoryBudget:
 
     @contextlib.contextmanager
     def _step(self, inputs: Any, **options: bool) -> Iterator[None]:
-        given = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        session = BudgetSession(self._planner, automatic=False, inputs=given, **options)
+        tensors = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        session = BudgetSession(self._planner, automatic=False, inputs=tensors, **options)
         session.open()
         try:
             yield
@@ -311,7 +311,7 @@ class MemoryBudget:
     @_arguments.checked(RematError)
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Never drop this tensor; call it in every step. Returns the tensor."""
-        session = session_here()
+        session = current_session()
         if session is not None:
             session.pin(tensor)
         return tensor
@@ -333,11 +333,11 @@ class MemoryBudget:
         """How the steps so far went: measured peak, recomputation, resident memory."""
         return budget_report(self._planner)
 
-    def anew(self, budget: float | str) -> MemoryBudget:
+    def replan(self, budget: float | str) -> MemoryBudget:
         """Another budget for the same steps, planned from the same recordings."""
         self._planner.make_plans()
         settings = dataclasses.replace(self._planner.settings, budget=parse_budget(budget))
-        return MemoryBudget(settings, planner=self._planner.planned_anew(settings))
+        return MemoryBudget(settings, planner=self._planner.replan(settings))
 
     def curve(self, budgets: Sequence[float | str]) -> tuple[BudgetPoint, ...]:
         """What each of these budgets would cost the latest plan's step; nothing is run.
@@ -347,14 +347,16 @@ class MemoryBudget:
         self._planner.make_plans()
         plan = self._latest()
         settings = self._planner.settings
-        asked = [dataclasses.replace(settings, budget=parse_budget(budget)) for budget in budgets]
-        return tuple(budget_point(plan, one.bytes_of(plan.peak), one) for one in asked)
+        all_settings = [
+            dataclasses.replace(settings, budget=parse_budget(budget)) for budget in budgets
+        ]
+        return tuple(budget_point(plan, one.bytes_of(plan.peak), one) for one in all_settings)
 
     def _latest(self) -> StepPlan:
         if self._planner.last is None:
             raise RematError(
                 "there is no plan yet",
-                found=f"{self._planner.counts.recorded} recorded steps: {self._planner.missing_plan()}",
+                found=f"{self._planner.counts.recorded} recorded steps: {self._planner.explain_missing_plan()}",
                 expected=f"{self._planner.settings.recordings} that do the same",
                 fix="train a few steps inside the budget, all of the same kind",
             )

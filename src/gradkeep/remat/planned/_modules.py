@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-from gradkeep.remat._tensors import not_compiled
+from gradkeep.remat._tensors import exclude_from_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,21 +55,25 @@ class ModuleFlag:
 
     kind: type[nn.Module]
     module: weakref.ref[nn.Module]
-    owns: bool
+    has_tensors: bool
     """It has tensors of its own. Others, as losses or slices of a `Sequential`, are often made anew in
     each step: which one it is does not count."""
     training: bool
 
-    def like(self, other: ModuleFlag) -> bool:
+    def matches(self, other: ModuleFlag) -> bool:
         """Whether two steps ran the same module in the same mode."""
-        if (self.kind, self.owns, self.training) != (other.kind, other.owns, other.training):
+        if (self.kind, self.has_tensors, self.training) != (
+            other.kind,
+            other.has_tensors,
+            other.training,
+        ):
             return False
-        return not self.owns or self.module == other.module
+        return not self.has_tensors or self.module == other.module
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it still is as it was, as far as that can be seen."""
         module = self.module()
-        return not self.owns if module is None else module.training == self.training
+        return not self.has_tensors if module is None else module.training == self.training
 
 
 class ModuleTracker:
@@ -85,8 +89,8 @@ class ModuleTracker:
         warnings.filterwarnings(
             "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
         )
-        before = register_module_forward_pre_hook(not_compiled(self._enter))
-        after = register_module_forward_hook(not_compiled(self._leave), always_call=True)
+        before = register_module_forward_pre_hook(exclude_from_compiler(self._enter))
+        after = register_module_forward_hook(exclude_from_compiler(self._leave), always_call=True)
         self._handles: list[Any] = [before, after]
         for module in running:
             self._enter(module, ())
@@ -116,14 +120,14 @@ class ModuleTracker:
     def flags(self) -> tuple[ModuleFlag, ...]:
         """Every module that ran, and whether it was training."""
         return tuple(
-            ModuleFlag(type(module), weakref.ref(module), _owns(module), module.training)
+            ModuleFlag(type(module), weakref.ref(module), _has_tensors(module), module.training)
             for module in self.seen.values()
         )
 
     def parameters(self) -> tuple[weakref.ref[Parameter], ...]:
         """The parameters of all modules that were called so far, and of the modules inside them."""
-        found = {id(p): p for module in self.seen.values() for p in module.parameters()}
-        return tuple(weakref.ref(parameter) for parameter in found.values())
+        parameters = {id(p): p for module in self.seen.values() for p in module.parameters()}
+        return tuple(weakref.ref(parameter) for parameter in parameters.values())
 
     def changed(self) -> tuple[weakref.ref[Tensor], ...]:
         """The buffers that the step changed."""
@@ -134,7 +138,7 @@ class ModuleTracker:
                 if buffer.shape != before.shape or not torch.equal(buffer, before)
             )
 
-    def source_of(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
+    def find_source(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
         """How to find this tensor in a later step, if it will be there."""
         if id(tensor) in inputs:
             return Source(inputs[id(tensor)])
@@ -161,12 +165,12 @@ class ModuleTracker:
             pass
 
 
-def _owns(module: nn.Module) -> bool:
+def _has_tensors(module: nn.Module) -> bool:
     held = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None for tensor in held)
 
 
-_task = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -177,9 +181,9 @@ def _named_arguments(module: torch.nn.Module) -> dict[str, Any]:
     """
     frame = sys._getframe(2)
     for _ in range(6):  # the compiler's wrapper may lie between
-        found = frame.f_locals
-        if found.get("self") is module and isinstance(found.get("kwargs"), dict):
-            named: dict[str, Any] = found["kwargs"]
+        frame_locals = frame.f_locals
+        if frame_locals.get("self") is module and isinstance(frame_locals.get("kwargs"), dict):
+            named: dict[str, Any] = frame_locals["kwargs"]
             return named
         if frame.f_back is None:
             break
@@ -205,7 +209,7 @@ class BatchShapes:
 
     def open(self) -> None:
         """Watch calls of modules."""
-        self._handle = register_module_forward_pre_hook(not_compiled(self._called))
+        self._handle = register_module_forward_pre_hook(exclude_from_compiler(self._called))
 
     def close(self) -> None:
         """Watch no more."""
@@ -222,12 +226,12 @@ class BatchShapes:
         # Without gradients nothing is saved; inside a backward pass a checkpoint runs again.
         if not (self._fresh or self._backward_began()):
             return
-        if _task() != -1 or not torch.is_grad_enabled():
+        if _current_task() != -1 or not torch.is_grad_enabled():
             return
         leaves = tree_leaves((args, _named_arguments(module)))
-        found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if found:
-            self.shapes, self._fresh = found, False
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if shapes:
+            self.shapes, self._fresh = shapes, False
             running = (*self.outer, module)
             self.outer.clear()
             self._callback(running)

@@ -24,10 +24,10 @@ from gradkeep.remat._tensors import has_storage
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
 from gradkeep.remat.planned._trace import (
-    agreed_trace,
-    cheaper_trace,
-    difference_of,
+    find_difference,
+    merge_traces,
     with_larger_tail,
+    with_least_costs,
 )
 from gradkeep.remat.simulator._program import replace_file
 
@@ -61,32 +61,34 @@ class StepSignature:
     batch: tuple[tuple[int, ...], ...]
     """Shapes of what the first module was called with."""
 
-    def begins(self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> bool:
+    def matches_first_tensor(
+        self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
+    ) -> bool:
         """Whether a step whose first saved tensor this is may be of this kind."""
         return (
             tensor.shape == self.size
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
-            and self.may_begin(inputs, batch)
+            and self.may_match(inputs, batch)
         )
 
-    def may_begin(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
+    def may_match(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
         """Whether a step of which nothing is saved yet may be of this kind; None: no module ran yet."""
         return (
             batch in (None, self.batch)
-            and self.inputs == tuple(tuple(given.shape) for given in inputs)
-            and all(flag.holds() for flag in self.flags)
+            and self.inputs == tuple(tuple(tensor.shape) for tensor in inputs)
+            and all(flag.is_current() for flag in self.flags)
             and self.gradients == has_gradients(self.parameters)
         )
 
-    def like(self, other: StepSignature) -> bool:
+    def matches(self, other: StepSignature) -> bool:
         """Whether it is the same kind."""
         return (
             self.size == other.size
             and self.stride == other.stride
             and self.dtype is other.dtype
             and len(self.flags) == len(other.flags)
-            and all(map(ModuleFlag.like, self.flags, other.flags))
+            and all(map(ModuleFlag.matches, self.flags, other.flags))
             and self.gradients == other.gradients
             and self.inputs == other.inputs
             and self.batch == other.batch
@@ -98,7 +100,7 @@ class StepRecordings:
     """The recordings of one kind of step, until there are enough for a plan."""
 
     kind: StepSignature
-    kept: list[StepTrace] = field(default_factory=list)
+    plain: list[StepTrace] = field(default_factory=list)
     cloned: list[StepTrace] = field(default_factory=list)
     changing: tuple[weakref.ref[Tensor], ...] = ()
     """Buffers that the step changes."""
@@ -108,31 +110,31 @@ class StepRecordings:
     @property
     def count(self) -> int:
         """How many recordings there are."""
-        return len(self.kept) + len(self.cloned)
+        return len(self.plain) + len(self.cloned)
 
     def add(self, recording: StepRecorder, trace: StepTrace) -> None:
         """One more."""
-        (self.cloned if recording.cloning else self.kept).append(trace)
+        (self.cloned if recording.cloning else self.plain).append(trace)
 
     def difference(self) -> str | None:
         """What differs first between the two latest recordings."""
-        latest = (self.kept or self.cloned[:-1])[-1:] + self.cloned[-1:]
-        return difference_of(*latest) if len(latest) == 2 else None
+        latest = (self.plain or self.cloned[:-1])[-1:] + self.cloned[-1:]
+        return find_difference(*latest) if len(latest) == 2 else None
 
     def trace(self) -> StepTrace | None:
         """What the latest recordings agree on, with the least costs of all."""
-        for kept in reversed(self.kept):
+        for plain in reversed(self.plain):
             for cloned in reversed(self.cloned):
-                found = agreed_trace(kept, cloned)
-                if found is not None:
-                    found = cheaper_trace(found, *self.kept, *self.cloned)
-                    for other in (*self.kept, *self.cloned):
-                        found = with_larger_tail(found, other)
-                    return found
+                trace = merge_traces(plain, cloned)
+                if trace is not None:
+                    trace = with_least_costs(trace, *self.plain, *self.cloned)
+                    for other in (*self.plain, *self.cloned):
+                        trace = with_larger_tail(trace, other)
+                    return trace
         return None
 
 
-_MEASURED_AGAIN = frozenset((8, *(32**power for power in range(1, 8))))
+_MEASURED_RUNS = frozenset((8, *(32**power for power in range(1, 8))))
 """After so many steps of a plan the next one is measured too."""
 
 
@@ -159,12 +161,12 @@ class StepPlan:
     """The most that was measured so far."""
 
     @property
-    def unmeasured(self) -> bool:
+    def needs_measuring(self) -> bool:
         """Whether the next step is to be measured: the first, and ever more seldom others, as what
         optimizers hold grows."""
-        if self.compiled.trace.looked_away:
+        if self.compiled.trace.unwatched:
             return False  # measuring is watching
-        return self.measured_peak is None or self.runs in _MEASURED_AGAIN
+        return self.measured_peak is None or self.runs in _MEASURED_RUNS
 
     @property
     def drops(self) -> bool:
@@ -196,7 +198,7 @@ class _PlanFile(msgspec.Struct):
     plans: list[SavedPlan]
 
 
-def digest_of(trace: StepTrace) -> str:
+def compute_digest(trace: StepTrace) -> str:
     """The same for steps that save and compute the same things in the same order.
 
     Counted is what happens until the last saved tensor is asked for: the optimizer does something
@@ -217,7 +219,7 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
     target = Path(path)
     saved = [
         SavedPlan(
-            digest_of(plan.compiled.trace),
+            compute_digest(plan.compiled.trace),
             plan.budget,
             plan.compiled.evaluation.peak,
             tuple(map(int, plan.compiled.states)),
@@ -265,15 +267,15 @@ class OptimizerStates:
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
         """The storages of all states, by id."""
-        found = {}
+        storages = {}
         for optimizer in list(self._sizes):
             for tensor in tree_leaves(list(optimizer.state.values())):
                 if isinstance(tensor, torch.Tensor) and has_storage(tensor):
                     storage = tensor.untyped_storage()
-                    found[id(storage)] = storage
-        return found
+                    storages[id(storage)] = storage
+        return storages
 
-    def _look(self, optimizer: Optimizer) -> None:
+    def _update(self, optimizer: Optimizer) -> None:
         if self._sizes.get(optimizer) != len(optimizer.state):
             self._sizes[optimizer] = len(optimizer.state)
             self._bytes = sum(storage.nbytes() for storage in self.storages().values())
@@ -288,6 +290,6 @@ def _watch_optimizers() -> None:
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         for states in list(_listening):
-            states._look(optimizer)
+            states._update(optimizer)
 
     register_optimizer_step_post_hook(stepped)

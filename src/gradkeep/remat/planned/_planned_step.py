@@ -16,9 +16,9 @@ import torch
 
 from gradkeep.errors import RematError, StepChangedError
 from gradkeep.remat._rerun import same_content
-from gradkeep.remat._tensors import WATCHED_OTHERWISE, has_storage
+from gradkeep.remat._tensors import MODE_SENSITIVE_NODES, has_storage
 from gradkeep.remat.planned._autograd_graph import GraphWalk
-from gradkeep.remat.planned._programs import generator, instruction, replay
+from gradkeep.remat.planned._programs import build_instruction, default_generator, replay
 from gradkeep.remat.planned._step_recorder import KeptTensor, check_version, keeps_graph
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._programs import CompiledPlan
 
 
-_task = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 
 
 def unpack(handle: Any) -> Tensor:
@@ -50,8 +50,8 @@ class DroppedTensor:
     def unpack(self) -> Tensor:
         """The tensor, made again."""
         step = self.step
-        if _task() == -1:
-            return step.made_again(self.slot)
+        if _current_task() == -1:
+            return step.rebuild_slot(self.slot)
         return step.back(self.slot)
 
 
@@ -60,7 +60,7 @@ class Step(abc.ABC):
 
     at = 0
     """How many tensors were saved so far."""
-    asks = 0
+    requests = 0
     """How many of them the backward pass has asked for."""
 
     @abc.abstractmethod
@@ -73,21 +73,23 @@ class PlainStep(Step):
 
     def pack(self, tensor: Tensor) -> KeptTensor:
         """Keep a saved tensor."""
-        return KeptTensor(None if _task() != -1 else self, 0, tensor.detach(), tensor._version)
+        return KeptTensor(
+            None if _current_task() != -1 else self, 0, tensor.detach(), tensor._version
+        )
 
-    def asked_for(self, slot: int) -> None:
+    def on_unpack(self, slot: int) -> None:
         """Note that a backward pass has begun."""
-        self.asks += 1
+        self.requests += 1
 
 
 class WatchedStep(PlainStep):
     """The same while the online runtime watches."""
 
-    def asked_for(self, slot: int) -> None:
+    def on_unpack(self, slot: int) -> None:
         """Note that a backward pass has begun; refuse a node that watching changes."""
-        self.asks += 1
+        self.requests += 1
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in WATCHED_OTHERWISE:
+        if node is not None and node.name() in MODE_SENSITIVE_NODES:
             raise RematError(
                 "the online runtime would change this gradient: torch computes it by another formula, "
                 "with other rounding, while operators are watched",
@@ -107,7 +109,7 @@ class UndecidedStep(Step):
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor, or go on with the plan that is left."""
-        if _task() != -1 or not has_storage(tensor):
+        if _current_task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = len(self._tensors)
         fitting = [
@@ -161,7 +163,7 @@ class PlannedStep(Step):
         for value, source in plan.constants:
             tensor = source.find(inputs)
             if tensor is None:
-                self.leave("a tensor that the plan reads is gone or was replaced")
+                self.stop_following("a tensor that the plan reads is gone or was replaced")
                 break
             self._values[value] = tensor
             self._versions[value] = tensor._version
@@ -170,7 +172,7 @@ class PlannedStep(Step):
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor or let it go; `unpack` understands what is given back."""
-        if _task() != -1 or not has_storage(tensor):
+        if _current_task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = self.at
         self.at = number + 1
@@ -178,13 +180,13 @@ class PlannedStep(Step):
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slots = self._plan.slots
         if number >= len(slots):
-            self.leave("more tensors were saved than in the recorded step")
+            self.stop_following("more tensors were saved than in the recorded step")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slot = slots[number]
         if not slot.fits(tensor) or (
             slot.expected is not None and self._walk.below(tensor) != slot.expected
         ):
-            self.leave(f"saved tensor {number} is not the recorded one")
+            self.stop_following(f"saved tensor {number} is not the recorded one")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         if slot.plain:
             return KeptTensor(self, number, tensor.detach(), tensor._version)
@@ -192,7 +194,7 @@ class PlannedStep(Step):
             self._walk.mark(tensor)
         if slot.random_state:
             for device in self._plan.devices:
-                self._random_states[number, device] = generator(device).get_state()
+                self._random_states[number, device] = default_generator(device).get_state()
         if slot.fingerprint is not None:
             self._fingerprints[slot.value] = slot.fingerprint.of(tensor)
         if slot.hold:
@@ -206,7 +208,7 @@ class PlannedStep(Step):
             return DroppedTensor(self, number)
         return KeptTensor(self, number, tensor.detach(), tensor._version)
 
-    def leave(self, why: str) -> None:
+    def stop_following(self, why: str) -> None:
         """Stop following the plan: keep all from here on, release nothing any more."""
         self._following = False
         if self.changed is None:
@@ -214,18 +216,18 @@ class PlannedStep(Step):
 
     # Asking
 
-    def asked_for(self, number: int) -> int:
+    def on_unpack(self, number: int) -> int:
         """Note a request; does the work that the plan has for it."""
-        at = self.asks
-        self.asks = at + 1
+        at = self.requests
+        self.requests = at + 1
         plan = self._plan
         if not self._following:
             return -1
         if at == 0 and keeps_graph() != plan.trace.keeps_graph:
-            self.leave("the backward pass keeps the graph, unlike the recorded one")
+            self.stop_following("the backward pass keeps the graph, unlike the recorded one")
             return -1
         if at >= len(plan.order) or plan.order[at] != number:
-            self.leave("the backward pass asks in another order than the recorded one")
+            self.stop_following("the backward pass asks in another order than the recorded one")
             return -1
         if at + 1 == len(plan.order):
             self.ended = perf_counter_ns()
@@ -239,9 +241,9 @@ class PlannedStep(Step):
 
     def back(self, number: int) -> Tensor:
         """A dropped tensor for the backward pass."""
-        at = self.asked_for(number)
+        at = self.on_unpack(number)
         if at < 0:
-            return self.made_again(number)
+            return self.rebuild_slot(number)
         slot = self._plan.slots[number]
         base = self._values[slot.value]
         assert base is not None
@@ -249,7 +251,7 @@ class PlannedStep(Step):
             self._values[value] = None
         return base if slot.view is None else slot.view.on_storage_of(base)
 
-    def made_again(self, number: int) -> Tensor:
+    def rebuild_slot(self, number: int) -> Tensor:
         """A dropped tensor out of order: from whatever is still there."""
         slot = self._plan.slots[number]
         if self._values[slot.value] is None:
@@ -258,12 +260,12 @@ class PlannedStep(Step):
         assert base is not None
         return slot.exact.on_storage_of(base)
 
-    def _make(self, wanted: int) -> None:
+    def _make(self, target: int) -> None:
         trace, values = self._plan.trace, self._values
         operations: set[int] = set()
         sources: set[int] = set()
         fresh: set[int] = set()
-        stack = [(wanted, False)]
+        stack = [(target, False)]
         while stack:
             value, forced = stack.pop()
             if not forced and values[value] is not None:
@@ -276,7 +278,7 @@ class PlannedStep(Step):
                     "a dropped tensor cannot be made again: what it is made from was let go already",
                     self.changed,
                 )
-            fresh.update(made.value for made in operation.makes)
+            fresh.update(result.value for result in operation.makes)
             if maker not in operations:
                 operations.add(maker)
                 stack += [(read, read in operation.overwrites) for read in operation.reads]
@@ -286,7 +288,7 @@ class PlannedStep(Step):
                 self._versions.pop(value, None)
         random_slots = self._plan.problem.random_state
         instructions = [
-            instruction(trace, number, {}, random_slot=random_slots.get(number, -1))
+            build_instruction(trace, number, {}, random_slot=random_slots.get(number, -1))
             for number in sorted(operations)
         ]
         dropped = [
@@ -323,19 +325,19 @@ class PlannedStep(Step):
                 )
         self.recomputed += perf_counter_ns() - start
 
-    def _undo(self, what: str, found: str | None) -> NoReturn:
+    def _undo(self, message: str, details: str | None) -> NoReturn:
         """No gradient of this step is right: put back what it changed, and say so."""
         self.undone = True
-        whole = self._snapshot is not None and self._snapshot.whole
+        is_complete = self._snapshot is not None and self._snapshot.is_complete
         if self._snapshot is not None:
             self._snapshot.restore()
         fix = (
             "random state, statistics and gradients are as before the step: run it again, it will "
             "be recorded anew; a step function decorated with the budget is run again by itself"
-            if whole
+            if is_complete
             else "clear the gradients and run the step again: it will be recorded anew"
         )
-        raise StepChangedError(what, found=found, fix=fix)
+        raise StepChangedError(message, found=details, fix=fix)
 
 
 def _describe(plan: CompiledPlan, value: int) -> str:
@@ -357,10 +359,10 @@ class StepSnapshot:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Any, Tensor | None]] = []
-        self.whole = True
+        self.is_complete = True
         """Whether everything can be put back: gradients that were there before need a copy."""
 
-    def look(
+    def capture(
         self,
         buffers: Sequence[weakref.ref[Tensor]],
         parameters: Sequence[weakref.ref[Any]],
@@ -368,8 +370,8 @@ class StepSnapshot:
         copies: bool,
     ) -> None:
         """Remember these; gradients that are there already only if `copies` may be made."""
-        found = [buffer for reference in buffers if (buffer := reference()) is not None]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in found]
+        alive = [buffer for reference in buffers if (buffer := reference()) is not None]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in alive]
         for reference in parameters:
             parameter = reference()
             if parameter is None:
@@ -380,7 +382,7 @@ class StepSnapshot:
             elif copies:
                 self._gradients.append((parameter, before.detach().clone()))
             else:
-                self.whole = False
+                self.is_complete = False
 
     @torch.no_grad()
     def restore(self) -> None:

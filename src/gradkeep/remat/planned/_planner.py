@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, BudgetWarning
-from gradkeep.remat.planned._evaluate import PlanEvaluator, problem_of
+from gradkeep.remat.planned._evaluate import PlanEvaluator, build_problem
 from gradkeep.remat.planned._plan_cache import (
     OptimizerStates,
     StepPlan,
     StepRecordings,
     StepSignature,
-    digest_of,
+    compute_digest,
 )
 from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._search import FoundPlan, search_plan
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "planned", "online"]
 
-_MOST_RECORDINGS = 9
+_MAX_RECORDINGS = 9
 """Of one kind of step that never does the same twice, or until a plan that was left is met again."""
-_REPEAT = (
+_REPEAT_FIX = (
     "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
     "to step, or ask for mode='online'"
 )
@@ -76,7 +76,7 @@ class StepCounts:
 
     recorded: int = 0
     planned: int = 0
-    kept: int = 0
+    unplanned: int = 0
     """Kept everything, because no plan fitted or one was left on the way."""
     undone: int = 0
     online: int = 0
@@ -101,7 +101,7 @@ class StepPlanner:
         self.repeatable = False
         """Steps can be run again by us, so gradients that are there before may be copied."""
         self.online_fallback = OnlineFallback(settings)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         """What was warned of already."""
         self._forgotten = 0
         self._hopeless: list[StepSignature] = []
@@ -112,16 +112,16 @@ class StepPlanner:
         """Recordings of each kind, as far as it can be told when the first tensor is saved."""
 
     @property
-    def wants_recording(self) -> bool:
+    def needs_recording(self) -> bool:
         """Whether the next step should be recorded from its very beginning."""
         unknown = not self.plans and not self._hopeless and not self._stopped
         return unknown or any(plan.doubtful for plan in self.plans)
 
-    def wants_batch(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
+    def needs_batch_recording(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
         """Whether a step of which nothing is saved yet should be recorded; None: no module ran yet."""
         planned = [plan.kind for plan in self.plans if not plan.doubtful]
         known = (*planned, *self._hopeless)
-        return not self._stopped and not any(kind.may_begin(inputs, batch) for kind in known)
+        return not self._stopped and not any(kind.may_match(inputs, batch) for kind in known)
 
     def plans_for(
         self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
@@ -130,15 +130,15 @@ class StepPlanner:
         return [
             plan
             for plan in reversed(self.plans)
-            if not plan.doubtful and plan.kind.begins(tensor, inputs, batch)
+            if not plan.doubtful and plan.kind.matches_first_tensor(tensor, inputs, batch)
         ]
 
-    def worth_recording(
+    def is_worth_recording(
         self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
     ) -> bool:
         """Whether another recording of such a step may lead to a plan."""
         return not self._stopped and not any(
-            kind.begins(tensor, inputs, batch) for kind in self._hopeless
+            kind.matches_first_tensor(tensor, inputs, batch) for kind in self._hopeless
         )
 
     def cloning(self, recording: StepRecorder, tensor: Tensor, batch: Shapes = ()) -> bool:
@@ -152,7 +152,10 @@ class StepPlanner:
             tuple(tensor.shape),
             batch,
             recording.gradients,
-            tuple((flag.kind, flag.module if flag.owns else None, flag.training) for flag in flags),
+            tuple(
+                (flag.kind, flag.module if flag.has_tensors else None, flag.training)
+                for flag in flags
+            ),
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
         return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
@@ -163,14 +166,14 @@ class StepPlanner:
 
     def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> None:
         """File a finished recording."""
-        self._judge_recordings()
+        self._stop_if_steps_never_repeat()
         trace = recording.finish(self._states)
         self.online_fallback.peak = max(self.online_fallback.peak, trace.peak)
         if not trace.slots:
             return
         self.counts.recorded += 1
-        kind = _kind_of(recording, inputs, batch)
-        for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
+        kind = _build_signature(recording, inputs, batch)
+        for plan in [plan for plan in self.plans if plan.kind.matches(kind)]:
             if same_step(plan.compiled.trace, trace):
                 plan.doubtful, plan.misses = False, 0
                 return
@@ -178,9 +181,9 @@ class StepPlanner:
                 self.forget(plan)
         for plan in [plan for plan in self.plans if plan.doubtful]:
             plan.misses += 1
-            if plan.misses > _MOST_RECORDINGS:
+            if plan.misses > _MAX_RECORDINGS:
                 self.forget(plan)
-        group = next((known for known in self.recorded if known.kind.like(kind)), None)
+        group = next((known for known in self.recorded if known.kind.matches(kind)), None)
         if group is None:
             group = StepRecordings(kind)
             self.recorded.append(group)
@@ -189,7 +192,7 @@ class StepPlanner:
         group.changing = tuple({id(buffer()): buffer for buffer in changed}.values())
         group.parameters = recording.modules.parameters()
 
-    def _judge_recordings(self) -> None:
+    def _stop_if_steps_never_repeat(self) -> None:
         """Give up to record where most recordings were of steps that never came again."""
         useful = self.settings.recordings * len(self.plans)
         useful += sum(group.count for group in self.recorded if group.count > 1)
@@ -208,7 +211,7 @@ class StepPlanner:
                 "steps are recorded until their batch shape has come three times: pad or bucket "
                 "batches to a few shapes, or ask for mode='online'",
             )
-        self._turn_online()
+        self._switch_to_online()
 
     def make_plans(self) -> None:
         """Plan what has been recorded often enough; raises `BudgetError` below the floor."""
@@ -220,18 +223,18 @@ class StepPlanner:
                     self._warn(
                         "recorded steps of one batch shape did not repeat, and ran without the "
                         "budget",
-                        _REPEAT,
+                        _REPEAT_FIX,
                     )
-                if group.count >= _MOST_RECORDINGS:
+                if group.count >= _MAX_RECORDINGS:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
                     why = f"the step does something else each time: {group.difference()}"
                     self.counts.reasons.append(why)
                     if self.settings.mode == "planned":
-                        self._warn(f"no plan, so no budget holds: {why}", _REPEAT)
-                    self._turn_online()
+                        self._warn(f"no plan, so no budget holds: {why}", _REPEAT_FIX)
+                    self._switch_to_online()
                 continue
-            known = self.saved.get(digest_of(trace)) if self.saved else None
+            known = self.saved.get(compute_digest(trace)) if self.saved else None
             if group.count < self.settings.recordings and known is None:
                 continue
             self.recorded.remove(group)
@@ -252,10 +255,10 @@ class StepPlanner:
         missing = self._states.nbytes - trace.optimizer_bytes
         if missing > 0:
             trace = with_constant(trace, missing)
-        problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))
+        problem = build_problem(trace, min_size=self.settings.smallest(trace.peak))
         self._plan(group, problem, known)
 
-    def planned_anew(self, settings: BudgetSettings) -> StepPlanner:
+    def replan(self, settings: BudgetSettings) -> StepPlanner:
         """The same recordings with another budget."""
         planner = StepPlanner(settings)
         planner.saved, planner.repeatable = self.saved, self.repeatable
@@ -273,14 +276,14 @@ class StepPlanner:
         # Undoing a step needs copies, which count too; one that drops nothing is never undone.
         reserve = self._reserve(group)
         target = budget if trace.peak <= budget else max(1, budget - reserve)
-        found = _from_saved(problem, known, target) or search_plan(
+        best = _evaluate_saved(problem, known, target) or search_plan(
             problem, target, seed=settings.seed, effort=settings.effort
         )
-        if not found.fits:
-            least = floor_of(problem, seed=settings.seed, effort=settings.effort)
-            found = replace(least, fits=least.evaluation.peak <= target)
-        if not found.fits:
-            floor = found.evaluation.peak + reserve
+        if not best.fits:
+            least = find_floor(problem, seed=settings.seed, effort=settings.effort)
+            best = replace(least, fits=least.evaluation.peak <= target)
+        if not best.fits:
+            floor = best.evaluation.peak + reserve
             raise BudgetError(
                 "this training step cannot be done inside the budget",
                 found=f"{budget} bytes ({format_bytes(budget)})",
@@ -288,7 +291,7 @@ class StepPlanner:
                 f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
                 fix="raise the budget, or make the batch smaller",
             )
-        ready = compile_plan(problem, found.states, found.evaluation, check=settings.check)
+        ready = compile_plan(problem, best.states, best.evaluation, check=settings.check)
         seconds = time.perf_counter() - start
         self.last = StepPlan(
             group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
@@ -297,14 +300,14 @@ class StepPlanner:
 
     def _reserve(self, group: StepRecordings) -> int:
         """Bytes of the copies of statistics, and of gradients that are there before the step."""
-        found = [tensor for reference in group.changing if (tensor := reference()) is not None]
+        tensors = [tensor for reference in group.changing if (tensor := reference()) is not None]
         if self.repeatable and group.kind.gradients:
-            found += [
+            tensors += [
                 tensor for reference in group.parameters if (tensor := reference()) is not None
             ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def measured(self, plan: StepPlan, peak: int) -> None:
+    def note_peak(self, plan: StepPlan, peak: int) -> None:
         """Note the live bytes of a step of a plan."""
         plan.measured_peak = max(peak, plan.measured_peak or 0)
         if peak > plan.budget:
@@ -318,11 +321,11 @@ class StepPlanner:
 
     def _warn(self, what: str, remedy: str) -> None:
         """Say once that training goes on, but not as the budget promises."""
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             warnings.warn(f"memory budget: {what}; {remedy}", BudgetWarning, stacklevel=2)
 
-    def finished(self, plan: StepPlan, run: PlannedStep) -> None:
+    def note_step(self, plan: StepPlan, run: PlannedStep) -> None:
         """Note how a step with a plan went."""
         if run.changed is None:
             plan.runs += 1
@@ -337,7 +340,7 @@ class StepPlanner:
             self.counts.undone += 1
             plan.doubtful = True
             return
-        self.counts.kept += 1
+        self.counts.unplanned += 1
         self._warn(
             f"a step kept everything and may have gone over the budget: {run.changed}",
             "steps of one kind must do the same each time; it is recorded anew if this goes on",
@@ -348,10 +351,10 @@ class StepPlanner:
         if plan.misses >= 2:
             plan.doubtful = True
 
-    def online_step_is_over(self, online: OnlineRuntime) -> None:
+    def note_online_step(self, online: OnlineRuntime) -> None:
         """Note a step of the online runtime."""
         self.counts.online += 1
-        report = self.online_fallback.step_is_over(online)
+        report = self.online_fallback.finish_step(online)
         if report.gave_up:
             why = f"{report.reason}, so eviction was given up"
         elif report.over:
@@ -360,7 +363,7 @@ class StepPlanner:
             return
         self._warn(f"an online step went over the budget: {why}", "raise the budget")
 
-    def missing_plan(self) -> str:
+    def explain_missing_plan(self) -> str:
         """Why there is no plan."""
         for group in reversed(self.recorded):
             difference = group.difference()
@@ -368,31 +371,33 @@ class StepPlanner:
                 return difference
         return self.counts.reasons[-1] if self.counts.reasons else "too few steps so far"
 
-    def _turn_online(self) -> None:
+    def _switch_to_online(self) -> None:
         if self.settings.mode == "auto" and not self.online_fallback.chosen:
             self.online_fallback.chosen = True
             self.recorded.clear()
             why = self.counts.reasons[-1] if self.counts.reasons else "most steps were new"
             what = "plans did not last: from here on storages are evicted online, which is experimental"
             self.counts.reasons.append(what)
-            self._warn(f"{what} and slower ({why})", _REPEAT)
+            self._warn(f"{what} and slower ({why})", _REPEAT_FIX)
 
     def forget(self, plan: StepPlan) -> None:
         """The step has changed: record it anew, if that has not happened too often."""
         self._forgotten += 1
         # After so many plans that did not last, the steps are taken to change for ever.
         if self._forgotten >= 4:
-            self._turn_online()
+            self._switch_to_online()
         if plan in self.plans:
             self.plans.remove(plan)
 
 
-def floor_of(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
+def find_floor(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
     """The plan with the least peak."""
     return search_plan(problem, 1, seed=seed, effort=effort)
 
 
-def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) -> FoundPlan | None:
+def _evaluate_saved(
+    problem: PlanningProblem, known: SavedPlan | None, budget: int
+) -> FoundPlan | None:
     if known is None or len(known.states) != len(problem.candidates):
         return None
     evaluation = PlanEvaluator(problem)(known.states)
@@ -401,7 +406,9 @@ def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) 
     return FoundPlan(known.states, evaluation, fits=True, evaluations=1)
 
 
-def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes) -> StepSignature:
+def _build_signature(
+    recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes
+) -> StepSignature:
     first = recording.first
     return StepSignature(
         size=first.geometry.size,
@@ -410,7 +417,7 @@ def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes)
         flags=recording.modules.flags(),
         parameters=recording.parameters,
         gradients=recording.gradients,
-        inputs=tuple(tuple(given.shape) for given in inputs),
+        inputs=tuple(tuple(tensor.shape) for tensor in inputs),
         batch=batch,
     )
 
@@ -437,7 +444,7 @@ class OnlineFallback:
         self._online.budget = self._bytes()
         return self._online.__enter__()
 
-    def step_is_over(self, online: OnlineRuntime) -> OnlineReport:
+    def finish_step(self, online: OnlineRuntime) -> OnlineReport:
         """A fraction is of what the first step took, which ran without a budget."""
         if self.peak == 0:
             self.peak = online.live.peak
@@ -446,7 +453,7 @@ class OnlineFallback:
         self.latest = online.report()
         return self.latest
 
-    def leave(self, online: OnlineRuntime, error: BaseException | None) -> None:
+    def exit(self, online: OnlineRuntime, error: BaseException | None) -> None:
         """Switch it off; everything is brought back."""
         online.__exit__(None if error is None else type(error), error, None)
         self.latest = online.report()

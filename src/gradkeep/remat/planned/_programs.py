@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradkeep.remat._rerun import TensorRef, content_of, leaves_unwritten, sample_of
-from gradkeep.remat._tensors import SEQUENCES, collect_tensors, mapped
-from gradkeep.remat.planned._autograd_graph import GraphExpectations, leaf_of
+from gradkeep.remat._rerun import TensorRef, build_content_hash, build_sample, is_uninitialized
+from gradkeep.remat._tensors import SEQUENCES, collect_tensors, map_nested
+from gradkeep.remat.planned._autograd_graph import GraphExpectations, parameter_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ class SlotPlan:
 
     def fits_leaf(self, tensor: Tensor) -> bool:
         """The same, and it shows the same parameter if it shows one."""
-        return self.fits(tensor) and (self.leaf is None or self.leaf == leaf_of(tensor))
+        return self.fits(tensor) and (self.leaf is None or self.leaf == parameter_id(tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,14 +170,14 @@ class _PlanCompiler:
         passing = set()
         for rebuild in evaluation.rebuilds:
             work[rebuild.at] = self._work(rebuild)
-            if rebuild.value not in rebuild.kept:
+            if rebuild.value not in rebuild.retained:
                 passing.add(rebuild.at)
         for value, at in evaluation.last_use.items():
             if value not in self.dropped:
                 releases[at].append(value)
         for value, candidate in self.dropped.items():
-            for at in candidate.asks:
-                if at in passing or at == candidate.asks[-1]:
+            for at in candidate.requests:
+                if at in passing or at == candidate.requests[-1]:
                     releases[at].append(value)
         return CompiledPlan(
             trace=trace,
@@ -209,17 +209,17 @@ class _PlanCompiler:
             if known > candidate.first_pack:
                 late.setdefault(pack_events.index(known), []).append(value)
                 holding.add(value)
-        found = []
+        plans = []
         expectations = GraphExpectations(slot.seen for slot in trace.slots)
         for number, slot in enumerate(trace.slots):
             first = self.first_slots[slot.value] == number
             drop = slot.value in self.dropped
-            base = self._first_made(slot.value)[1] if drop else slot.geometry
+            base = self._find_first_maker(slot.value)[1] if drop else slot.geometry
             mark = not drop and slot.value in sources
             if mark:
                 expectations.mark(slot.seen)
             random_state = number in states_at
-            found.append(
+            plans.append(
                 SlotPlan(
                     value=slot.value,
                     size=slot.geometry.size,
@@ -239,25 +239,25 @@ class _PlanCompiler:
                     varies=slot.varies,
                 )
             )
-        return tuple(found)
+        return tuple(plans)
 
     def _fingerprint(self, value: int) -> Fingerprint:
         """What is compared of a value that was dropped."""
         shown = [slot.geometry for slot in self.trace.slots if slot.value == value]
         if self._check == "sampled":
-            return sample_of(shown[0])
-        operation, made = self._first_made(value)
-        return content_of(made, shown, whole=not leaves_unwritten(operation.name))
+            return build_sample(shown[0])
+        operation, geometry = self._find_first_maker(value)
+        return build_content_hash(geometry, shown, whole=not is_uninitialized(operation.name))
 
-    def _first_made(self, value: int) -> tuple[TracedOperation, Geometry]:
+    def _find_first_maker(self, value: int) -> tuple[TracedOperation, Geometry]:
         """The operator that made the storage of a value, and how."""
         while True:
             maker = self.trace.values[value].maker
             assert maker is not None
             operation = self.trace.operations[maker]
-            made = next(made for made in operation.makes if made.value == value)
-            if made.position >= 0:
-                return operation, made.geometry
+            result = next(result for result in operation.makes if result.value == value)
+            if result.position >= 0:
+                return operation, result.geometry
             storage = self.trace.values[value].storage
             value = next(
                 old for old in operation.overwrites if self.trace.values[old].storage == storage
@@ -267,20 +267,20 @@ class _PlanCompiler:
         maker = self.trace.values[value].maker
         assert maker is not None
         makes = self.trace.operations[maker].makes
-        return all(made.exact for made in makes if made.value == value)
+        return all(result.exact for result in makes if result.value == value)
 
     def _work(self, rebuild: Rebuild) -> RebuildProgram:
         trace = self.trace
-        stay = {*rebuild.kept, rebuild.value}
+        stay = {*rebuild.retained, rebuild.value}
         # Of several results only those are taken that are used here: another one may be there already,
         # kept from before, and must neither be replaced nor freed.
         read = {value for n in rebuild.operations for value in trace.operations[n].reads}
-        wanted = stay | (read - rebuild.sources)
+        needed = stay | (read - rebuild.sources)
         last: dict[int, int] = {}
         made_here: list[int] = []
         for number in rebuild.operations:
             operation = trace.operations[number]
-            makes = [m.value for m in operation.makes if m.position < 0 or m.value in wanted]
+            makes = [m.value for m in operation.makes if m.position < 0 or m.value in needed]
             for value in (*operation.reads, *makes):
                 last[value] = number
             made_here += makes
@@ -291,15 +291,15 @@ class _PlanCompiler:
         instructions = []
         for number in rebuild.operations:
             operation = trace.operations[number]
-            for made in operation.makes:
-                if made.position < 0 or made.value in wanted:
-                    self.geometry[made.value] = self._first_made(made.value)[1]
+            for result in operation.makes:
+                if result.position < 0 or result.value in needed:
+                    self.geometry[result.value] = self._find_first_maker(result.value)[1]
             instructions.append(
-                instruction(
+                build_instruction(
                     trace,
                     number,
                     self.geometry,
-                    wanted=wanted,
+                    needed=needed,
                     frees=tuple(frees.get(number, ())),
                     random_slot=self.problem.random_state.get(number, -1),
                 )
@@ -310,12 +310,12 @@ class _PlanCompiler:
         return RebuildProgram(tuple(instructions), checks, tuple(sorted(rebuild.sources)))
 
 
-def instruction(
+def build_instruction(
     trace: StepTrace,
     number: int,
     geometry: dict[int, Geometry],
     *,
-    wanted: AbstractSet[int] | None = None,
+    needed: AbstractSet[int] | None = None,
     frees: tuple[int, ...] = (),
     random_slot: int = -1,
 ) -> ReplayInstruction:
@@ -332,16 +332,16 @@ def instruction(
         return ReplayArgument(ref.value, shown, trace.anchors.get(ref.value))
 
     makes = tuple(
-        (made.position, made.value)
-        for made in operation.makes
-        if made.position >= 0 and (wanted is None or made.value in wanted)
+        (result.position, result.value)
+        for result in operation.makes
+        if result.position >= 0 and (needed is None or result.value in needed)
     )
     new = {trace.values[m.value].storage: m.value for m in operation.makes if m.position < 0}
     overwritten = [(old, trace.values[old].storage) for old in operation.overwrites]
     return ReplayInstruction(
         run=operation.run,
-        args=mapped(operation.args, argument, TensorRef),
-        kwargs=mapped(operation.kwargs, argument, TensorRef),
+        args=map_nested(operation.args, argument, TensorRef),
+        kwargs=map_nested(operation.kwargs, argument, TensorRef),
         makes=makes,
         renames=tuple((old, new[storage]) for old, storage in overwritten if storage in new),
         frees=frees,
@@ -386,7 +386,7 @@ def replay(
                     out: Any = step.run(*args, **kwargs)
                 else:
                     state = random_states[step.random_slot, step.device]
-                    out = _as_then(step.run, args, kwargs, step.device, state)
+                    out = _run_with_state(step.run, args, kwargs, step.device, state)
                 results: Any = []
                 collect_tensors((out,), results)
                 for position, value in step.makes:
@@ -401,16 +401,16 @@ def replay(
             torch._C._set_grad_enabled(before)
 
 
-def generator(device: str) -> torch.Generator:
+def default_generator(device: str) -> torch.Generator:
     """The generator that random operators on a device draw from."""
     if device == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.default_generator
 
 
-def _as_then(run: Any, args: Any, kwargs: Any, device: str, state: Tensor) -> Any:
+def _run_with_state(run: Any, args: Any, kwargs: Any, device: str, state: Tensor) -> Any:
     """Run with an earlier random state; the present one is put back."""
-    source = generator(device)
+    source = default_generator(device)
     now = source.get_state()
     source.set_state(state)
     try:

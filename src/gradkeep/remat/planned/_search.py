@@ -46,7 +46,7 @@ def search_plan(
     return _PlanSearch(problem, budget, seed, effort).run()
 
 
-def groups_of(problem: PlanningProblem) -> list[tuple[int, ...]]:
+def build_groups(problem: PlanningProblem) -> list[tuple[int, ...]]:
     """Every candidate, and candidates that share an operator on the way: dropped together, it is
     run once for all of them.
     """
@@ -67,10 +67,10 @@ class _PlanSearch:
         self._evaluate = PlanEvaluator(problem)
         self._budget = budget
         self._random = random.Random(seed)
-        self._known: dict[States, tuple[Score, PlanEvaluation]] = {}
+        self._evaluated: dict[States, tuple[Score, PlanEvaluation]] = {}
         self._peak = max(problem.peak, 1)
         self._costs = problem.costs
-        self._groups = groups_of(problem)
+        self._groups = build_groups(problem)
         self._together = [group for group in self._groups if len(group) > 1]
         dear: dict[int, list[int]] = {}
         for index, candidate in enumerate(problem.candidates):
@@ -89,12 +89,12 @@ class _PlanSearch:
                 for chosen in itertools.product(Treatment, repeat=count):
                     self._score(tuple(map(int, chosen)))
             else:
-                self._look()
+                self._search()
         states = self._best[1]
-        _, evaluation = self._known[states]
-        return FoundPlan(states, evaluation, evaluation.peak <= self._budget, len(self._known))
+        _, evaluation = self._evaluated[states]
+        return FoundPlan(states, evaluation, evaluation.peak <= self._budget, len(self._evaluated))
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         nothing: States = (0,) * len(self._candidates)
         starts = {nothing, *self._segments(), *self._spaced()}
         # By what they cost for the bytes they free, for those that fit at once are seldom the best
@@ -102,25 +102,25 @@ class _PlanSearch:
         count = max(1, round(_STARTS * min(self._effort, 1.0)))
         promising = sorted(starts, key=lambda start: (self._energy(start), start))[:count]
         fitting = sorted(starts, key=lambda start: (self._score(start), start))[: count // 2]
-        ready = {self._regrouped(self._greedy(start)) for start in (nothing, *promising, *fitting)}
+        ready = {self._regroup(self._greedy(start)) for start in (nothing, *promising, *fitting)}
         polished = sorted(
-            {self._polished(start) for start in sorted(ready)},
+            {self._polish(start) for start in sorted(ready)},
             key=lambda start: (self._score(start), start),
         )
         for start in polished[: _STARTS - 1]:
             # Of plans while annealing.
             self._anneal(start, int(self._effort * 9000) // (_STARTS - 1))
-        self._polished(self._regrouped(self._best[1]))
+        self._polish(self._regroup(self._best[1]))
 
     def _score(self, states: States) -> Score:
         """Bytes over the budget first, at the peak and then at all events; then seconds."""
-        found = self._known.get(states)
-        if found is not None:
-            return found[0]
+        entry = self._evaluated.get(states)
+        if entry is not None:
+            return entry[0]
         evaluation = self._evaluate(states)
         over = max(0, evaluation.peak - self._budget)
         score = (over, evaluation.excess(self._budget) if over else 0, evaluation.seconds)
-        self._known[states] = (score, evaluation)
+        self._evaluated[states] = (score, evaluation)
         if score < self._best[0]:
             self._best = (score, states)
         return score
@@ -137,14 +137,14 @@ class _PlanSearch:
         """Always the move that frees the most excess per second; rates are renewed when on top."""
         states = list(start)
         _, *before = self._score(start)
-        left = [group for group in self._groups if not all(states[index] for index in group)]
-        heap = [(self._rate(group), group) for group in left]
+        groups = [group for group in self._groups if not all(states[index] for index in group)]
+        heap = [(self._rate(group), group) for group in groups]
         heapq.heapify(heap)
         while heap and before[0] > 0:
             _, group = heapq.heappop(heap)
             own = [states[index] for index in group]
             best = None
-            for choice in (Treatment.TOGETHER, Treatment.AGAIN):
+            for choice in (Treatment.JOINT, Treatment.REPEAT):
                 for index in group:
                     states[index] = int(choice)
                 _, *after = self._score(tuple(states))
@@ -174,19 +174,19 @@ class _PlanSearch:
 
         Values that cost much for their bytes may be kept inside of segments too.
         """
-        crossing = crossings(self._problem)
+        crossing = find_cuts(self._problem)
         index = {candidate.value: at for at, candidate in enumerate(self._candidates)}
         rates = sorted(c.cost / c.size for c in self._candidates)
         dear = [math.inf, *sorted({rates[len(rates) * part // 10] for part in range(2, 10)})]
         counts = sorted({*range(1, 9), 11, 15, 20, 28})
-        cuts = [evenly(crossing, count) for count in counts if count <= len(crossing)]
+        cuts = [choose_even_cuts(crossing, count) for count in counts if count <= len(crossing)]
         for places, limit in itertools.product(cuts, dear):
-            kept = {value for place in places for value in crossing[place].values}
+            crossing_values = {value for place in places for value in crossing[place].values}
             states = [
-                int(Treatment.KEEP) if c.cost / c.size > limit else int(Treatment.TOGETHER)
+                int(Treatment.KEEP) if c.cost / c.size > limit else int(Treatment.JOINT)
                 for c in self._candidates
             ]
-            for value in kept:
+            for value in crossing_values:
                 if value in index:
                     states[index[value]] = int(Treatment.KEEP)
             yield tuple(states)
@@ -198,7 +198,7 @@ class _PlanSearch:
         limits = sorted({rates[int(len(rates) * part)] for part in (0.0, 0.25, 0.5, 0.75)})
         lengths = sorted({1, 2, 3, *(round(len(order) ** power) for power in (0.4, 0.5, 0.6))})
         for limit, length, cheap in itertools.product(
-            (-1.0, *limits), lengths, (Treatment.DROP, Treatment.AGAIN)
+            (-1.0, *limits), lengths, (Treatment.DROP, Treatment.REPEAT)
         ):
             states = [int(Treatment.DROP)] * len(order)
             place = 0
@@ -212,7 +212,7 @@ class _PlanSearch:
                 place += 1
             yield tuple(states)
 
-    def _polished(self, states: States) -> States:
+    def _polish(self, states: States) -> States:
         """Take back every drop that is not needed, the dearest first; then try other states."""
         current = self._score(states)
         dear = sorted(range(len(states)), key=lambda i: self._candidates[i].cost, reverse=True)
@@ -220,7 +220,7 @@ class _PlanSearch:
             changed = False
             for index in dear:
                 for state in Treatment:
-                    if states[index] == state or self._tired():
+                    if states[index] == state or self._is_exhausted():
                         continue
                     trial = (*states[:index], int(state), *states[index + 1 :])
                     score = self._score(trial)
@@ -236,7 +236,7 @@ class _PlanSearch:
         energy = self._energy(states)
         hot, cold = 0.01, 0.0003
         for step in range(steps):
-            if self._tired():
+            if self._is_exhausted():
                 break
             trial = self._changed(states)
             after = self._energy(trial)
@@ -250,12 +250,12 @@ class _PlanSearch:
         if draw.random() < 0.4:
             # All of a unit, or of a few: the dear operator then runs for all or for none.
             for _ in range(draw.choice((1, 1, 2, 3))):
-                state = int(draw.choice((*Treatment, Treatment.TOGETHER)))
+                state = int(draw.choice((*Treatment, Treatment.JOINT)))
                 for index in draw.choice(self._units):
                     trial[index] = state
             return tuple(trial)
         index = draw.randrange(len(trial))
-        trial[index] = self._other(trial[index])
+        trial[index] = self._other_state(trial[index])
         kind = draw.random()
         if self._together and kind < 0.25:
             for member in draw.choice(self._together):
@@ -263,19 +263,19 @@ class _PlanSearch:
         elif kind < 0.5:
             # Anything the other way: a plan near its budget has no room for single changes.
             other = draw.randrange(len(trial))
-            trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.TOGETHER)
+            trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.JOINT)
         elif kind < 0.75:
             # A neighbour in time changes places with it: segments move by that.
             near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
             trial[index], trial[near] = trial[near], states[index]
         return tuple(trial)
 
-    def _regrouped(self, states: States) -> States:
+    def _regroup(self, states: States) -> States:
         """The same with groups of values that are made together."""
         current = self._score(states)
         for group in sorted(self._together, key=self._rate, reverse=True):
-            for state in (Treatment.KEEP, Treatment.TOGETHER):
-                if self._tired():
+            for state in (Treatment.KEEP, Treatment.JOINT):
+                if self._is_exhausted():
                     return states
                 trial = list(states)
                 for index in group:
@@ -285,11 +285,11 @@ class _PlanSearch:
                     states, current = tuple(trial), score
         return states
 
-    def _tired(self) -> bool:
+    def _is_exhausted(self) -> bool:
         # Operators in rebuilds that were worked out: it bounds the time to a few seconds.
         return self._evaluate.work > self._effort * 300_000
 
-    def _other(self, state: int) -> int:
+    def _other_state(self, state: int) -> int:
         return self._random.choice([int(s) for s in Treatment if s != state])
 
 
@@ -304,7 +304,7 @@ class ForwardCut:
     """Bytes of candidates that are made before it."""
 
 
-def crossings(problem: PlanningProblem) -> list[ForwardCut]:
+def find_cuts(problem: PlanningProblem) -> list[ForwardCut]:
     """A cut before every operator of the forward pass that makes a candidate.
 
     A value that autograd does not save cannot be kept; those from which it is made are, instead.
@@ -317,31 +317,31 @@ def crossings(problem: PlanningProblem) -> list[ForwardCut]:
             last[value] = number
     starts: dict[int, frozenset[int]] = {}
     alive: set[int] = set()
-    found = []
+    cuts = []
     before = 0
     for number, operation in enumerate(trace.operations):
-        made = [item.value for item in operation.makes]
-        if any(value in sizes for value in made):
+        results = [item.value for item in operation.makes]
+        if any(value in sizes for value in results):
             saved = frozenset().union(*(starts[value] for value in alive))
-            found.append(ForwardCut(saved, sum(sizes.get(value, 0) for value in saved), before))
+            cuts.append(ForwardCut(saved, sum(sizes.get(value, 0) for value in saved), before))
         below: frozenset[int] = frozenset().union(
             *(starts.get(value, frozenset()) for value in operation.reads)
         )
-        for value in made:
+        for value in results:
             starts[value] = frozenset({value}) if value in problem.saved else below
             before += sizes.get(value, 0)
-        alive = {value for value in (*alive, *made) if last.get(value, -1) > number}
-    return found
+        alive = {value for value in (*alive, *results) if last.get(value, -1) > number}
+    return cuts
 
 
-def evenly(cuts: Sequence[ForwardCut], count: int) -> list[int]:
+def choose_even_cuts(cuts: Sequence[ForwardCut], count: int) -> list[int]:
     """Numbers of cuts that part the bytes evenly; each the thinnest near its place."""
     total = cuts[-1].before if cuts else 0
     reach = total / (count + 1) / 3
-    found = []
+    chosen = []
     for part in range(1, count + 1):
         place = total * part / (count + 1)
         near = [at for at, cut in enumerate(cuts) if abs(cut.before - place) <= reach]
         if near:
-            found.append(min(near, key=lambda at: (cuts[at].size, abs(cuts[at].before - place))))
-    return sorted(set(found))
+            chosen.append(min(near, key=lambda at: (cuts[at].size, abs(cuts[at].before - place))))
+    return sorted(set(chosen))

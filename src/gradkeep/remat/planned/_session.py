@@ -14,9 +14,9 @@ from gradkeep import _arguments
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._tensors import (
     OperatorWatcher,
-    beside_compiler,
-    inside_compiled,
-    not_compiled,
+    exclude_from_compiler,
+    exclude_mode_from_compiler,
+    is_inside_compiled,
 )
 from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _ctc_loss = torch.ctc_loss
 
 
-def _ctc_loss_by_numbers(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
+def _ctc_loss_with_int_lengths(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
     """`torch.ctc_loss` on the CPU as it runs unwatched, with lengths as numbers.
 
     While a mode watches, torch takes another operator, which saves the lengths too.
@@ -50,7 +50,8 @@ def _ctc_loss_by_numbers(log_probs: Any, targets: Any, *lengths: Any, **options:
     if not log_probs.is_cuda:
         with torch._C._DisableTorchDispatch():
             lengths = tuple(
-                given.tolist() if isinstance(given, torch.Tensor) else given for given in lengths
+                length.tolist() if isinstance(length, torch.Tensor) else length
+                for length in lengths
             )
     return _ctc_loss(log_probs, targets, *lengths, **options)
 
@@ -68,16 +69,16 @@ class RecordingMode(OperatorWatcher):
         """Whether a recording wants to see operators now."""
         return self.recording is not None and not self.recording.quiet
 
-    def ran(self, call: OperatorCall) -> None:
+    def on_operator(self, call: OperatorCall) -> None:
         """Show an operator to the recording."""
         if self.recording is not None:
-            self.recording.saw(call)
+            self.recording.on_operator(call)
 
-    def show(self, recording: StepRecorder) -> None:
+    def start(self, recording: StepRecorder) -> None:
         """Watch for this recording from now on."""
         self.recording = recording
         if not self._on:
-            if inside_compiled():
+            if is_inside_compiled():
                 raise RematError(
                     "a training step begins inside of a compiled function, where torch lets no mode "
                     "come or go",
@@ -85,19 +86,19 @@ class RecordingMode(OperatorWatcher):
                     "of the block: then steps begin outside of what is compiled",
                 )
             self.__enter__()  # type: ignore[no-untyped-call]
-            torch.ctc_loss = _ctc_loss_by_numbers
+            torch.ctc_loss = _ctc_loss_with_int_lengths
             self._on = True
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Watch no more; the mode itself goes as soon as no other mode lies upon it."""
         self.recording = None
-        if self._on and _get_current_dispatch_mode() is self and not inside_compiled():
+        if self._on and _get_current_dispatch_mode() is self and not is_inside_compiled():
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             torch.ctc_loss = _ctc_loss
             self._on = False
 
 
-_task = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 _active = threading.local()
 
 
@@ -122,9 +123,9 @@ class BudgetSession:
         self._inputs = inputs
         self._keep_all = keep_all
         self._repeatable = repeatable
-        self._mode = beside_compiler(RecordingMode)()
+        self._mode = exclude_mode_from_compiler(RecordingMode)()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            not_compiled(self._pack), not_compiled(unpack)
+            exclude_from_compiler(self._pack), exclude_from_compiler(unpack)
         )
         self._recording: StepRecorder | None = None
         self._run: Step | None = None
@@ -134,17 +135,17 @@ class BudgetSession:
         self._snapshot: StepSnapshot | None = None
         self._running: tuple[torch.nn.Module, ...] = ()
         self._online: OnlineRuntime | None = None
-        self._batch = BatchShapes(self._next_begins, self._saw_batch)
-        self._left = False
+        self._batch = BatchShapes(self._is_next_step, self._on_batch)
+        self._detached = False
         """It was left in another thread: its hooks are still there, and do nothing."""
 
     # The block
 
     def open(self) -> None:
         """Switch the hooks on."""
-        before = session_here()
-        if before is not None and before._left:
-            before._clear()
+        before = current_session()
+        if before is not None and before._detached:
+            before._remove_hooks()
         elif before is not None:
             raise BudgetError(
                 "a memory budget is already in force here",
@@ -158,9 +159,9 @@ class BudgetSession:
 
     def close(self, error: BaseException | None) -> None:
         """Switch the hooks off, whatever happened."""
-        if session_here() is not self:
-            self._leave_elsewhere()
-        self._clear()
+        if current_session() is not self:
+            self._detach()
+        self._remove_hooks()
         if error is None:
             try:
                 self._end()
@@ -169,9 +170,9 @@ class BudgetSession:
             return
         self._stop_evicting(error)
         self._abandon()
-        self._mode.rest()
+        self._mode.stop()
         if isinstance(self._run, PlannedStep) and self._plan is not None and self._run.undone:
-            self._planner.finished(self._plan, self._run)
+            self._planner.note_step(self._plan, self._run)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise RematError(
                 "torch.func transforms cannot run inside a memory budget: torch forbids saved-tensor "
@@ -179,17 +180,17 @@ class BudgetSession:
                 fix="move them out of the block, or use gradkeep's capture for per-sample gradients",
             ) from error
 
-    def _clear(self) -> None:
+    def _remove_hooks(self) -> None:
         """The hooks of this thread go."""
         _active.session = None
         self._batch.close()
         self._hooks.__exit__(None, None, None)
-        if self._left:
-            self._mode.rest()
+        if self._detached:
+            self._mode.stop()
 
-    def _leave_elsewhere(self) -> NoReturn:
+    def _detach(self) -> NoReturn:
         """Hooks can only be taken off in their own thread: until that enters a budget, they do nothing."""
-        self._left = self._keep_all = True
+        self._detached = self._keep_all = True
         self._abandon()
         self._mode.recording = None
         self._run = PlainStep()
@@ -211,11 +212,11 @@ class BudgetSession:
             return
         self._snapshot = StepSnapshot()
         # What is handed over shows the batch at once.
-        if self._planner.wants_recording or (
-            self._inputs and self._planner.wants_batch(self._inputs, None)
+        if self._planner.needs_recording or (
+            self._inputs and self._planner.needs_batch_recording(self._inputs, None)
         ):
             self._record()
-        elif any(plan.unmeasured for plan in self._planner.plans):
+        elif any(plan.needs_measuring for plan in self._planner.plans):
             self._measure()
 
     def _record(self) -> None:
@@ -223,7 +224,7 @@ class BudgetSession:
         self._recording = StepRecorder(
             cloning=self._cloning, inputs=self._inputs, running=self._running
         )
-        self._mode.show(self._recording)
+        self._mode.start(self._recording)
 
     def _abandon(self) -> None:
         """Forget what is being recorded or measured."""
@@ -232,30 +233,30 @@ class BudgetSession:
                 recording.abandon()
         self._recording = self._meter = None
 
-    def _next_begins(self) -> bool:
+    def _is_next_step(self) -> bool:
         """Whether the next call of a module belongs to another step."""
-        return self._automatic and self._asked()
+        return self._automatic and self._has_requests()
 
-    def _saw_batch(self, running: tuple[torch.nn.Module, ...]) -> None:
+    def _on_batch(self, running: tuple[torch.nn.Module, ...]) -> None:
         """The first module of a step is called: recordings begin here, so that all of them are alike."""
-        if inside_compiled():
+        if is_inside_compiled():
             return  # no mode may come or go there
-        if self._next_begins():
+        if self._is_next_step():
             self._end()
             self._begin()
         undecided = self._run is None and not (self._recording and self._recording.saved)
         if not undecided or self._keep_all or self._online is not None:
             return
-        wanted = self._planner.wants_batch(self._inputs, self._batch.shapes)
-        if self._inputs and wanted == (self._recording is not None):
+        should_record = self._planner.needs_batch_recording(self._inputs, self._batch.shapes)
+        if self._inputs and should_record == (self._recording is not None):
             return
         self._running = running
-        if wanted:
+        if should_record:
             self._record()
             return
         self._abandon()
-        self._mode.rest()
-        if any(plan.unmeasured for plan in self._planner.plans):
+        self._mode.stop()
+        if any(plan.needs_measuring for plan in self._planner.plans):
             self._measure()
 
     def _cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
@@ -269,44 +270,44 @@ class BudgetSession:
         watched = recording or meter
         self._running = () if watched is None else watched.modules.running
         self._recording = self._run = self._meter = None
-        self._mode.rest()
+        self._mode.stop()
         if recording is not None:
             self._planner.add(recording, self._inputs, self._recorded_batch)
         if meter is not None:
             peak = self._planner.measure(meter)
             if self._plan is not None and isinstance(run, PlannedStep) and run.changed is None:
-                self._planner.measured(self._plan, peak)
+                self._planner.note_peak(self._plan, peak)
         if isinstance(run, PlannedStep) and self._plan is not None:
-            self._planner.finished(self._plan, run)
+            self._planner.note_step(self._plan, run)
         elif isinstance(run, PlainStep) and self._online is not None:
-            self._planner.online_step_is_over(self._online)
-        elif isinstance(run, PlainStep) and not self._left:
-            self._planner.counts.kept += 1
+            self._planner.note_online_step(self._online)
+        elif isinstance(run, PlainStep) and not self._detached:
+            self._planner.counts.unplanned += 1
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: if there was a backward pass, the step is over."""
-        if self._automatic and self._asked():
+        if self._automatic and self._has_requests():
             self._end()
             self._batch.begin()
             self._begin()
 
-    def _asked(self) -> bool:
+    def _has_requests(self) -> bool:
         current = self._recording or self._run
-        return current is not None and current.asks > 0
+        return current is not None and current.requests > 0
 
-    def _first(self, tensor: Tensor) -> Step | StepRecorder:
+    def _begin_step(self, tensor: Tensor) -> Step | StepRecorder:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         planner = self._planner
         if self._keep_all or self._online is not None:
             self._run = PlainStep() if self._online is None else WatchedStep()
             return self._run
         plans = planner.plans_for(tensor, self._inputs, self._batch.shapes)
-        if self._meter is not None and not any(plan.unmeasured for plan in plans):
+        if self._meter is not None and not any(plan.needs_measuring for plan in plans):
             self._meter.abandon()
             self._meter = None
-            self._mode.rest()
+            self._mode.stop()
         if not plans:
-            if planner.worth_recording(tensor, self._inputs, self._batch.shapes):
+            if planner.is_worth_recording(tensor, self._inputs, self._batch.shapes):
                 self._record()
                 assert self._recording is not None
                 return self._recording
@@ -320,26 +321,26 @@ class BudgetSession:
     def _follow(self, plan: StepPlan) -> PlannedStep:
         snapshot = self._snapshot if plan.drops else None
         if snapshot is not None:
-            snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
+            snapshot.capture(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan
         run = self._run = PlannedStep(plan.compiled, self._inputs, snapshot=snapshot)
-        if plan.unmeasured and self._meter is None:
+        if plan.needs_measuring and self._meter is None:
             self._measure()
         return run
 
     def _measure(self) -> None:
         """The first step of a plan shows whether it keeps what it promises."""
         self._meter = StepRecorder(cloning=False, inputs=self._inputs, running=self._running)
-        self._mode.show(self._meter)
+        self._mode.start(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:
         current: Any = self._recording or self._run
         if current is None:
-            current = self._first(tensor)
-        elif self._automatic and current.asks and _task() == -1:
+            current = self._begin_step(tensor)
+        elif self._automatic and current.requests and _current_task() == -1:
             self._end()
             self._begin()
-            current = self._recording or self._first(tensor)
+            current = self._recording or self._begin_step(tensor)
         return current.pack(tensor)
 
     def pin(self, tensor: Tensor) -> None:
@@ -352,7 +353,7 @@ class BudgetSession:
     def _stop_evicting(self, error: BaseException | None) -> None:
         if self._online is not None:
             online, self._online = self._online, None
-            self._planner.online_fallback.leave(online, error)
+            self._planner.online_fallback.exit(online, error)
 
 
 class StashedTensor:
@@ -378,20 +379,20 @@ def stash(tensor: Tensor) -> StashedTensor:
 
     A hook that holds a tensor itself keeps its bytes; one that stashes it does not.
     """
-    session = session_here()
+    session = current_session()
     handle = KeptTensor(None, -1, tensor.detach(), tensor._version)
     return StashedTensor(handle if session is None else session._pack(tensor))
 
 
 def budget_is_active() -> bool:
     """Tell whether a step inside a memory budget runs in this thread."""
-    return session_here() is not None
+    return current_session() is not None
 
 
-def session_here() -> BudgetSession | None:
+def current_session() -> BudgetSession | None:
     """The session of this thread."""
-    found: BudgetSession | None = getattr(_active, "session", None)
-    return found
+    session: BudgetSession | None = getattr(_active, "session", None)
+    return session
 
 
 @functools.cache
@@ -399,7 +400,7 @@ def _watch_optimizers() -> None:
     """Once and for good, after the planner's hook, which counts the states that end with the step."""
 
     def stepped(*_: Any) -> None:
-        session = session_here()
+        session = current_session()
         if session is not None:
             session.optimizer_stepped()
 

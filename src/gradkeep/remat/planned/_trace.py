@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from gradkeep.remat._rerun import TensorRef
-from gradkeep.remat._tensors import Geometry, mapped
+from gradkeep.remat._tensors import Geometry, map_nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +77,7 @@ class TracedOperation:
     """Whose random numbers it draws."""
     layer: str = ""
     """The module that was running."""
-    apart: bool = False
+    first_result: bool = False
     """It stands for another way to a result, with a cost of its own."""
     backward: bool = False
     """It runs in the backward pass."""
@@ -87,23 +87,27 @@ class TracedOperation:
         ours = (self.name, self.overwrites, self.reads, self.grad_mode, len(self.makes))
         if ours != (other.name, other.overwrites, other.reads, other.grad_mode, len(other.makes)):
             return False
-        for made, again in zip(self.makes, other.makes, strict=True):
-            alike = self.backward or alike_but_for_size(made.geometry, again.geometry)
-            if made != again and not (alike and made == again._replace(geometry=made.geometry)):
+        for ours_result, theirs_result in zip(self.makes, other.makes, strict=True):
+            alike = self.backward or equal_up_to_size(ours_result.geometry, theirs_result.geometry)
+            if ours_result != theirs_result and not (
+                alike and ours_result == theirs_result._replace(geometry=ours_result.geometry)
+            ):
                 return False
         return True
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """The operator, where it ran and what it made, for people."""
-        shapes = ", ".join(str(list(made.geometry.size)) for made in self.makes)
+        shapes = ", ".join(str(list(result.geometry.size)) for result in self.makes)
         return f"{self.name} in {self.layer or 'the step'} giving {shapes}"
 
 
-def alike_but_for_size(left: Geometry, right: Geometry) -> bool:
+def equal_up_to_size(first: Geometry, second: Geometry) -> bool:
     """Whether two tensors are equal, or indices and masks of which there may be more or fewer."""
-    dtype = left.dtype
+    dtype = first.dtype
     indices = not dtype.is_floating_point and not dtype.is_complex
-    return left == right or (indices and dtype is right.dtype and len(left.size) == len(right.size))
+    return first == second or (
+        indices and dtype is second.dtype and len(first.size) == len(second.size)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class SavedSlot:
     def same(self, other: SavedSlot) -> bool:
         """Whether it is the same tensor of the step, be it larger or smaller."""
         alike = replace(other, geometry=self.geometry, varies=self.varies)
-        return self == alike and alike_but_for_size(self.geometry, other.geometry)
+        return self == alike and equal_up_to_size(self.geometry, other.geometry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ class StepTrace:
     slots: tuple[SavedSlot, ...]
     order: tuple[int, ...]
     """Slots in the order in which the backward pass asked for them."""
-    asked: tuple[int, ...]
+    request_events: tuple[int, ...]
     """The event of each of those."""
     freed: tuple[int, ...]
     """For each of those, the first event at which the asking node is done."""
@@ -173,7 +177,7 @@ class StepTrace:
     """How much there was of everything when the last saved tensor was asked for."""
     keeps_graph: bool = False
     """The backward pass was asked to keep the graph."""
-    looked_away: bool = False
+    unwatched: bool = False
     """Some nodes of the backward pass ran unwatched: their temporaries are not counted."""
     optimizer_bytes: int = 0
     """Of the storages, what the states of optimizers take from the first event on."""
@@ -184,7 +188,7 @@ class StepTrace:
     @cached_property
     def seconds(self) -> float:
         """The cost of all operators together."""
-        return sum(operation.cost for operation in self.operations if not operation.apart)
+        return sum(operation.cost for operation in self.operations if not operation.first_result)
 
     @property
     def peak(self) -> int:
@@ -197,49 +201,49 @@ class StepTrace:
         for stored in self.storages:
             change[stored.birth] += stored.size
             change[min(stored.death, len(self.events)) if stored.death >= 0 else -1] -= stored.size
-        total, found = 0, []
+        total, levels = 0, []
         for step in change[: len(self.events)]:
             total += step
-            found.append(total)
-        return found
+            levels.append(total)
+        return levels
 
 
 T = TypeVar("T")
 
 
-def agreed_trace(kept: StepTrace, cloned: StepTrace) -> StepTrace | None:
+def merge_traces(plain: StepTrace, cloned: StepTrace) -> StepTrace | None:
     """The trace of a step recorded twice, or None if it did different things.
 
     From the cloning recording come the natural deaths and which operators can be run again.
     """
-    if not _same(kept, cloned):
+    if not _same(plain, cloned):
         return None
-    lengths = kept.lengths
+    lengths = plain.lengths
     storages = tuple(
         replace(
             ours,
             natural=min(theirs.death, ours.death),
             pinned=ours.pinned or theirs.pinned,
         )
-        for ours, theirs in _pairs(kept.storages, cloned.storages, lengths.storages)
+        for ours, theirs in _pairs(plain.storages, cloned.storages, lengths.storages)
     )
     sources = {
         value: source
-        for value, source in kept.sources.items()
+        for value, source in plain.sources.items()
         if cloned.sources.get(value) == source
     }
     cloned_operations = cloned.operations[: lengths.operations]
     agreed = replace(
-        kept,
-        operations=cloned_operations + kept.operations[lengths.operations :],
-        storages=storages + kept.storages[lengths.storages :],
+        plain,
+        operations=cloned_operations + plain.operations[lengths.operations :],
+        storages=storages + plain.storages[lengths.storages :],
         sources=sources,
-        open_slots=kept.open_slots | cloned.open_slots,
+        open_slots=plain.open_slots | cloned.open_slots,
     )
-    return cheaper_trace(agreed, kept, cloned)
+    return with_least_costs(agreed, plain, cloned)
 
 
-def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
+def with_least_costs(trace: StepTrace, *others: StepTrace) -> StepTrace:
     """The trace with the least costs and largest sizes of more recordings of the same step.
 
     What differs between recordings, as a number that an operator is given or the size of an index, is
@@ -253,7 +257,7 @@ def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
             replace(
                 ours,
                 cost=min(ours.cost, theirs.cost),
-                run=ours.run if _same_numbers(ours, theirs) else None,
+                run=ours.run if _has_same_arguments(ours, theirs) else None,
             )
             for ours, theirs in _pairs(trace.operations, other.operations, ends.operations)
         )
@@ -311,28 +315,31 @@ def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
     )
 
 
-def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:
+def _has_same_arguments(first: TracedOperation, second: TracedOperation) -> bool:
     """Whether an operator can be run again, and was given the same both times."""
-    both = left.run is not None and right.run is not None
-    ours, theirs = (left.args, left.kwargs, left.makes), (right.args, right.kwargs, right.makes)
+    both = first.run is not None and second.run is not None
+    ours, theirs = (
+        (first.args, first.kwargs, first.makes),
+        (second.args, second.kwargs, second.makes),
+    )
     return both and ours == theirs
 
 
-def _same(left: StepTrace, right: StepTrace) -> bool:
+def _same(first: StepTrace, second: StepTrace) -> bool:
     """Whether two steps did the same until the last saved tensor was asked for."""
-    return difference_of(left, right) is None
+    return find_difference(first, second) is None
 
 
-def difference_of(left: StepTrace, right: StepTrace) -> str | None:
+def find_difference(first: StepTrace, second: StepTrace) -> str | None:
     """What differs first between two steps, until the last saved tensor was asked for."""
-    ends, others = left.lengths, right.lengths
+    ends, others = first.lengths, second.lengths
     operations = zip(
-        left.operations[: ends.operations], right.operations[: others.operations], strict=False
+        first.operations[: ends.operations], second.operations[: others.operations], strict=False
     )
     for ours, theirs in operations:
         if not ours.same(theirs):
-            return f"one step runs {ours.described()}, another {theirs.described()}"
-    slots = zip(left.slots[: ends.slots], right.slots[: others.slots], strict=False)
+            return f"one step runs {ours.describe()}, another {theirs.describe()}"
+    slots = zip(first.slots[: ends.slots], second.slots[: others.slots], strict=False)
     for number, (saved, other) in enumerate(slots):
         if not saved.same(other):
             before, after = saved.geometry, other.geometry
@@ -347,35 +354,35 @@ def difference_of(left: StepTrace, right: StepTrace) -> str | None:
     ):
         if ours_ != theirs_:
             return f"{ours_} {what} in one step, {theirs_} in another"
-    if left.keeps_graph != right.keeps_graph or left.order != right.order:
+    if first.keeps_graph != second.keeps_graph or first.order != second.order:
         return "the backward passes differ: another order of requests, or a graph that is kept"
     if (
         ends != others
-        or left.events[: ends.events] != right.events[: ends.events]
-        or left.values[: ends.values] != right.values[: ends.values]
+        or first.events[: ends.events] != second.events[: ends.events]
+        or first.values[: ends.values] != second.values[: ends.values]
     ):
         return "tensors are made or let go in another order"
     return None
 
 
-def same_step(left: StepTrace, right: StepTrace) -> bool:
+def same_step(planned: StepTrace, later: StepTrace) -> bool:
     """Whether a later step did the same as a planned one, with the same numbers."""
-    ends = left.lengths
+    ends = planned.lengths
     return (
-        _same(left, right)
+        _same(planned, later)
         and all(
             a.run is None or (a.args, a.kwargs, a.makes) == (b.args, b.kwargs, b.makes)
-            for a, b in _pairs(left.operations, right.operations, ends.operations)
+            for a, b in _pairs(planned.operations, later.operations, ends.operations)
         )
         and all(
             a.varies or a.geometry == b.geometry
-            for a, b in _pairs(left.slots, right.slots, ends.slots)
+            for a, b in _pairs(planned.slots, later.slots, ends.slots)
         )
     )
 
 
-def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
-    return zip(left[:count], right[:count], strict=True)
+def _pairs(first: Sequence[T], second: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
+    return zip(first[:count], second[:count], strict=True)
 
 
 class _Cut(NamedTuple):
@@ -416,17 +423,17 @@ class CutConstants:
 
     def anchors(self, slots: Sequence[SavedSlot]) -> dict[int, int]:
         """Where the tensor begins that stands for each value: the first that is saved, or what was given."""
-        found: dict[int, int] = {cut.value: 0 for cuts in self._cuts.values() for cut in cuts}
+        anchors: dict[int, int] = {cut.value: 0 for cuts in self._cuts.values() for cut in cuts}
         for slot in reversed(slots):
-            if slot.value in found:
-                found[slot.value] = slot.geometry.offset * slot.geometry.dtype.itemsize
-        return found
+            if slot.value in anchors:
+                anchors[slot.value] = slot.geometry.offset * slot.geometry.dtype.itemsize
+        return anchors
 
-    def resolved(self, operation: TracedOperation) -> TracedOperation:
+    def resolve(self, operation: TracedOperation) -> TracedOperation:
         """The operator, reading what was cut; one that reads other parts is not run again."""
         if operation.run is None or not operation.reads & self._cuts.keys():
             return operation
-        found: list[int] = []
+        reads: list[int] = []
 
         def cut(ref: TensorRef) -> TensorRef:
             if ref.value in self._cuts:
@@ -435,11 +442,11 @@ class CutConstants:
                     raise LookupError
                 part = parts[0]
                 ref = TensorRef(part.value, part.seen(ref.geometry))
-            found.append(ref.value)
+            reads.append(ref.value)
             return ref
 
         try:
-            args, kwargs = mapped((operation.args, operation.kwargs), cut, TensorRef)
+            args, kwargs = map_nested((operation.args, operation.kwargs), cut, TensorRef)
         except LookupError:  # a part that no tensor was cut for
             return replace(operation, run=None, args=(), kwargs=(), reads=frozenset())
-        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(found))
+        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(reads))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.remat.simulator._heuristics import PoolSample
-    from gradkeep.remat.simulator._neighbourhoods import Heuristic
+    from gradkeep.remat.simulator._neighborhoods import Heuristic
     from gradkeep.remat.simulator._program import Op, Program
     from gradkeep.remat.simulator._simulate import Timeline
 
@@ -71,7 +71,7 @@ class Storage:
     """A place for the heuristic's own bookkeeping."""
     cached: float | None = None
     """The heuristic's numerator, while it is known."""
-    looks: int = 0
+    extra_accesses: int = 0
     """Accesses beside the edges when that is asked for again."""
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class EvictionCore:
         tensors = self._declare(op, args)
         if self._followed:
             self.heuristic.declared(tensors)
-        self._materialize(tensors[0], again=False)
+        self._materialize(tensors[0], recompute=False)
         clock = self.clock
         for tensor in tensors:
             # Not to be evicted at once.
@@ -154,7 +154,7 @@ class EvictionCore:
     def pin(self, tensor: TensorNode) -> None:
         """Bring the tensor back if need be, and never evict it again."""
         if not tensor.defined:
-            self._materialize(tensor, again=True)
+            self._materialize(tensor, recompute=True)
         self._pin(tensor.storage)
 
     def _pin(self, storage: Storage) -> None:
@@ -189,27 +189,27 @@ class EvictionCore:
                 parent.children.extend(tensors)  # only banishing walks from tensor to tensor
             origin.edges_below += len(tensors)
             for tensor in tensors:
-                made = tensor.storage
-                made.edges_above += 1
-                if made is not origin:
-                    origin.below[made] = made.above[origin] = origin.below.get(made, 0) + 1
+                target = tensor.storage
+                target.edges_above += 1
+                if target is not origin:
+                    origin.below[target] = target.above[origin] = origin.below.get(target, 0) + 1
                     if banishing:
                         origin.evicted_dependents.add(tensor)
         return tensors
 
-    def _materialize(self, wanted: TensorNode, *, again: bool) -> None:
+    def _materialize(self, target: TensorNode, *, recompute: bool) -> None:
         """Bring a tensor into memory, and first, one after the other, whatever it needs.
 
         An explicit stack instead of recursion: chains can be longer than Python's.
         """
-        missing = self._begin(wanted)
+        missing = self._begin(target)
         if not missing:
-            self._finish(wanted, again=again)
+            self._finish(target, recompute=recompute)
             return
-        stack = [(wanted, again, iter(missing))]
+        stack = [(target, recompute, iter(missing))]
         waiting: list[TensorNode | None] = [None]
         while stack:
-            tensor, tensor_again, parents = stack[-1]
+            tensor, tensor_recompute, parents = stack[-1]
             if waiting[-1] is not None:
                 self._lock(waiting[-1].storage)
                 waiting[-1] = None
@@ -223,7 +223,7 @@ class EvictionCore:
                 waiting.append(None)
                 break
             else:
-                self._finish(tensor, again=tensor_again)
+                self._finish(tensor, recompute=tensor_recompute)
                 stack.pop()
                 waiting.pop()
 
@@ -241,13 +241,13 @@ class EvictionCore:
                 missing.append(parent)
         return missing
 
-    def _finish(self, tensor: TensorNode, *, again: bool) -> None:
+    def _finish(self, tensor: TensorNode, *, recompute: bool) -> None:
         """All parents are locked in memory: make room, run, unlock."""
         sizes = tensor.op.sizes
         need = sizes[0] if len(sizes) == 1 else sum(sizes)
         if self.memory + need > self.budget:
             self._free(need)
-        self._run(tensor, need, again=again)
+        self._run(tensor, need, recompute=recompute)
         if self._banishing:
             self._unlock_and_banish(tensor)
         else:
@@ -256,14 +256,14 @@ class EvictionCore:
         if self.remat_compute > self.remat_limit:
             raise ThrashingError
 
-    def _run(self, tensor: TensorNode, need: int, *, again: bool) -> None:
+    def _run(self, tensor: TensorNode, need: int, *, recompute: bool) -> None:
         op = tensor.op
         self.clock += op.cost
         self.memory += need
         self.ops_run += 1
         if self.memory > self.peak:
             self.peak = self.memory
-        if again:
+        if recompute:
             self.remat_compute += op.cost
             self.rematerializations += 1
         else:
@@ -275,11 +275,11 @@ class EvictionCore:
         tensor.defined = True
         for storage in arrived:
             self.pool[storage] = None
-            self.heuristic.arrived(storage, again=again)
+            self.heuristic.arrived(storage, recomputed=recompute)
         if arrived and self._followed:
             self.heuristic.ran(arrived)
         if self._timeline is not None:
-            self._timeline.ran(self, op, again=again)
+            self._timeline.ran(self, op, recompute=recompute)
 
     def _run_siblings(self, tensor: TensorNode) -> list[Storage]:
         """The other results of the operator: those already there are computed for nothing."""
@@ -299,9 +299,9 @@ class EvictionCore:
         while self.memory + need > self.budget:
             if not self.pool:
                 raise OutOfMemoryError
-            self._evict(self._victim())
+            self._evict(self._choose_victim())
 
-    def _victim(self) -> Storage:
+    def _choose_victim(self) -> Storage:
         """What the heuristic wants to go; it may be anybody's, so it is checked."""
         pool = self.pool if self._sample is None else self._sample.of(self.pool)
         chosen = self.heuristic.choose(pool, self.clock)
@@ -399,8 +399,8 @@ def _drive(core: EvictionCore, program: Program) -> None:
         kind, index = step.kind, step.index
         if kind is run:
             op = ops[index]
-            made = core.compute(op, [tensors[number] for number in op.args])
-            for number, tensor in zip(op.results, made, strict=True):
+            results = core.compute(op, [tensors[number] for number in op.args])
+            for number, tensor in zip(op.results, results, strict=True):
                 tensors[number] = tensor
         elif kind is release:
             core.release(tensors[index])

@@ -25,20 +25,20 @@ from typing import TYPE_CHECKING
 
 from gradkeep import _arguments
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._neighbourhoods import (
+from gradkeep.remat.simulator._neighborhoods import (
     CostRatio,
     EquivalenceClasses,
     EvictedAncestors,
-    ExactNeighbourhood,
+    ExactNeighborhood,
     Heuristic,
-    UnionNeighbourhood,
+    UnionNeighborhood,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradkeep.remat.simulator._core import Storage
-    from gradkeep.remat.simulator._neighbourhoods import Pool
+    from gradkeep.remat.simulator._neighborhoods import Pool
 
 
 class LocalCost(CostRatio):
@@ -132,8 +132,8 @@ class PoolSample:
 _registry: dict[str, Callable[[], Heuristic]] = {
     kind.name: kind
     for kind in (
-        *(ExactNeighbourhood, EquivalenceClasses, LocalCost, EvictedAncestors),
-        *(LeastRecentlyUsed, LargestFirst, RandomChoice, UnionNeighbourhood),
+        *(ExactNeighborhood, EquivalenceClasses, LocalCost, EvictedAncestors),
+        *(LeastRecentlyUsed, LargestFirst, RandomChoice, UnionNeighborhood),
     )
 }
 ORIGINAL_NAMES = {
@@ -149,7 +149,7 @@ ORIGINAL_NAMES = {
 }
 """The names that the original simulator uses for the same scores."""
 _NUMERATORS: tuple[tuple[type[CostRatio], str, str], ...] = (
-    (ExactNeighbourhood, "exact", "E"),
+    (ExactNeighborhood, "exact", "E"),
     (EquivalenceClasses, "eq", "Eq"),
     (LocalCost, "local", "Local"),
     (NoCost, "none", ""),
@@ -180,14 +180,14 @@ def register(name: str, make: Callable[[], Heuristic]) -> None:
         raise RematError(
             f"there is a heuristic {name!r} already{means}", fix="register it under another name"
         )
-    made = make() if callable(make) else None
-    if not isinstance(made, Heuristic):
+    instance = make() if callable(make) else None
+    if not isinstance(instance, Heuristic):
         raise RematError(
             f"nothing makes the heuristic {name!r}",
-            found=type(made if callable(make) else make).__name__,
+            found=type(instance if callable(make) else make).__name__,
             expected="a class derived from gradkeep.remat.Heuristic, or a function that gives one",
         )
-    kind = type(made)
+    kind = type(instance)
     if kind.score is Heuristic.score and kind.choose is Heuristic.choose:
         raise RematError(
             f"the heuristic {name!r} cannot choose",
@@ -198,7 +198,7 @@ def register(name: str, make: Callable[[], Heuristic]) -> None:
     _own.add(name)
 
 
-def own_heuristics() -> dict[str, Callable[[], Heuristic]]:
+def registered_heuristics() -> dict[str, Callable[[], Heuristic]]:
     """What was registered from outside: other processes do not know it."""
     return {name: _registry[name] for name in _registry if name in _own}
 
@@ -218,7 +218,7 @@ def heuristic(name: str) -> Heuristic:
             f"there is no heuristic {name!r}; expected one of {', '.join(_registry)}",
             fix=f"did you mean {' or '.join(near)}?" if near else None,
         )
-    made = _registry[known]()
-    if known in _own and made.name == Heuristic.name:
-        made.name = known
-    return made
+    instance = _registry[known]()
+    if known in _own and instance.name == Heuristic.name:
+        instance.name = known
+    return instance

@@ -22,7 +22,7 @@ from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked,
 if TYPE_CHECKING:
     from gradkeep.remat.simulator._program import Program
 
-_LARGEST = 200
+_MAX_OPERATORS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int 
     seconds with the best schedule so far and a proven gap. Cost: grows steeply; 25 nodes take
     seconds.
     """
-    if len(graph) > _LARGEST:
+    if len(graph) > _MAX_OPERATORS:
         raise RematError(
             f"this graph is too large for the integer program: {len(graph)} operators",
-            expected=f"at most {_LARGEST}",
+            expected=f"at most {_MAX_OPERATORS}",
             fix="use a heuristic, or a smaller model of the same shape",
         )
     if budget < graph.bottleneck:
@@ -61,12 +61,12 @@ def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int 
     if plain.peak <= budget:
         return Optimum("optimal", plain, plain.compute, 0.0)
     end = time.monotonic() + time_limit
-    found = _IntegerProgram(graph, budget, rounds).solve(time_limit)
+    optimum = _IntegerProgram(graph, budget, rounds).solve(time_limit)
     for more in (rounds + 1, rounds + 2):
-        if found.status != "infeasible":
+        if optimum.status != "infeasible":
             break
-        found = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
-    return found
+        optimum = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
+    return optimum
 
 
 @dataclass
@@ -244,7 +244,7 @@ class _IntegerProgram:
         return checked(graph, actions)
 
 
-SMALL_ENOUGH = 36
+MAX_SWEEP_OPERATORS = 36
 """Operators, aliases collapsed: with more the integer program seldom ends within a minute."""
 
 
@@ -271,20 +271,22 @@ def optimum_point(program: Program, budget: int, *, time_limit: float) -> Optimu
     """
     graph = Graph.of(program)
     count = len(graph)
-    if count > SMALL_ENOUGH:
-        told = f"{count} operators are too many for the integer program, at most {SMALL_ENOUGH}"
-        return OptimumPoint("too large", count, message=told)
+    if count > MAX_SWEEP_OPERATORS:
+        message = (
+            f"{count} operators are too many for the integer program, at most {MAX_SWEEP_OPERATORS}"
+        )
+        return OptimumPoint("too large", count, message=message)
     room = budget - graph.constant_bytes
     if room < graph.bottleneck:
         least = graph.bottleneck + graph.constant_bytes
         return OptimumPoint("oom", count, message=f"no schedule takes fewer than {least} bytes")
-    found = optimal(graph, budget=room, time_limit=time_limit)
-    if found.schedule is None:
-        unknown = found.status == "time limit"
-        return OptimumPoint("unproven" if unknown else "oom", count, message=found.status)
-    overhead = found.schedule.compute / graph.compute if graph.compute else 1.0
-    peak = found.schedule.peak + graph.constant_bytes
-    if found.gap > 0:
-        told = f"stopped after {time_limit:g} s, at most {found.gap:.1%} above the optimum"
-        return OptimumPoint("unproven", count, overhead, peak, told)
+    optimum = optimal(graph, budget=room, time_limit=time_limit)
+    if optimum.schedule is None:
+        unknown = optimum.status == "time limit"
+        return OptimumPoint("unproven" if unknown else "oom", count, message=optimum.status)
+    overhead = optimum.schedule.compute / graph.compute if graph.compute else 1.0
+    peak = optimum.schedule.peak + graph.constant_bytes
+    if optimum.gap > 0:
+        message = f"stopped after {time_limit:g} s, at most {optimum.gap:.1%} above the optimum"
+        return OptimumPoint("unproven", count, overhead, peak, message)
     return OptimumPoint("ok", count, overhead, peak)

@@ -106,8 +106,8 @@ class Program:
 
     def without_releases(self) -> Program:
         """The same program if nothing outside ever let go of a tensor."""
-        kept = tuple(step for step in self.steps if step.kind is not StepKind.RELEASE)
-        return Program(self.ops, kept, self.tensors, self.ignored_releases, self.output_bytes)
+        steps = tuple(step for step in self.steps if step.kind is not StepKind.RELEASE)
+        return Program(self.ops, steps, self.tensors, self.ignored_releases, self.output_bytes)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -287,7 +287,7 @@ class _LogReader:
                 case _Release():
                     self._release(row)
                 case _:
-                    raise self._wrong("MEMORY or ALIAS that belongs to no CALL or CONSTANT")
+                    raise self._error("MEMORY or ALIAS that belongs to no CALL or CONSTANT")
         output_bytes = self._end(outputs)
         names = tuple(self.names)
         return Program(
@@ -298,37 +298,37 @@ class _LogReader:
         try:
             numbered = enumerate(lines, 1)
         except TypeError:
-            raise self._wrong("no lines", type(lines).__name__) from None
+            raise self._error("no lines", type(lines).__name__) from None
         for self.line, text in numbered:
             if not isinstance(text, str):
-                raise self._wrong("not a line of text", repr(text)[:60])
+                raise self._error("not a line of text", repr(text)[:60])
             if not text.strip():
                 continue
             try:
                 yield _DECODER.decode(text)
             except (ValueError, RecursionError) as error:
-                raise self._wrong(f"not an instruction: {error}", repr(text[:60])) from error
+                raise self._error(f"not an instruction: {error}", repr(text[:60])) from error
 
     def _constant(self, row: _Constant) -> None:
         if row.name in self.bound:
-            raise self._wrong("a constant that exists already", repr(row.name))
+            raise self._error("a constant that exists already", repr(row.name))
         size = self._memory_of(row.name)
         (number,) = self._run(CONSTANT, 0, (), (size,), (-1,), (row.name,))
         self.steps.append(ProgramStep(StepKind.PIN, number))
         self._bind(row.name, number)
 
     def _call(self, row: _Call) -> None:
-        args = tuple(map(self._known, row.args))
+        args = tuple(map(self._lookup, row.args))
         sizes, aliases = [], []
         for name in row.result:
             size, alias = self._memory_of(name), self._alias_of(name)
             if alias >= len(args):
-                raise self._wrong("an alias of no argument", f"ALIAS {alias} of {name}")
+                raise self._error("an alias of no argument", f"ALIAS {alias} of {name}")
             if name in self.bound:
-                raise self._wrong("a result that exists already", repr(name))
+                raise self._error("a result that exists already", repr(name))
             if alias >= 0 and size not in (0, self.storage_sizes[args[alias]]):
                 expected = f"{self.storage_sizes[args[alias]]} bytes, as the storage it shares has"
-                raise self._wrong("an alias of another size", f"{size} for {name!r}", expected)
+                raise self._error("an alias of another size", f"{size} for {name!r}", expected)
             sizes.append(0 if alias >= 0 else size)
             aliases.append(alias)
         results = self._run(row.name, row.time, args, tuple(sizes), tuple(aliases), row.result)
@@ -336,23 +336,23 @@ class _LogReader:
             self._bind(name, number)
 
     def _mutate(self, row: _Mutate) -> None:
-        args = tuple(map(self._known, row.args))
+        args = tuple(map(self._lookup, row.args))
         if any(at >= len(args) for at in row.mutate):
-            raise self._wrong("a mutation of no argument", repr(row.mutate))
+            raise self._error("a mutation of no argument", repr(row.mutate))
         sizes = tuple(self.storage_sizes[args[at]] for at in row.mutate)
         names = [self.names[args[at]] + "$" for at in row.mutate]
         results = self._run(row.name, row.time, args, sizes, (-1,) * len(sizes), names)
         for at, number in zip(row.mutate, results, strict=True):
             old = self.bound[row.args[at]]
             self._bind(row.args[at], number)
-            self._let_go(old)
+            self._release_reference(old)
 
     def _copy(self, row: _Copy | _CopyFrom) -> None:
-        source = self._known(row.src)
+        source = self._lookup(row.src)
         if isinstance(row, _CopyFrom):
-            self._let_go(self._known(row.dst))
+            self._release_reference(self._lookup(row.dst))
         elif row.dst in self.bound:
-            raise self._wrong("a copy to a name that exists", row.dst)
+            raise self._error("a copy to a name that exists", row.dst)
         self._bind(row.dst, source)
         self.steps.append(ProgramStep(StepKind.GET, source))
 
@@ -362,8 +362,8 @@ class _LogReader:
             self.ignored_releases += 1
             return
         if self.storage_references[self.roots[number]] <= 0:
-            raise self._wrong("a release of a storage without references", repr(row.name))
-        self._let_go(number)
+            raise self._error("a release of a storage without references", repr(row.name))
+        self._release_reference(number)
 
     def _run(
         self,
@@ -391,7 +391,7 @@ class _LogReader:
         self.references[number] += 1
         self.storage_references[self.roots[number]] += 1
 
-    def _let_go(self, number: int) -> None:
+    def _release_reference(self, number: int) -> None:
         self.references[number] -= 1
         self.storage_references[self.roots[number]] -= 1
         self.steps.append(ProgramStep(StepKind.RELEASE, number))
@@ -408,26 +408,26 @@ class _LogReader:
         """The bytes in the line that must come next."""
         row = next(self.rows, None)
         if not isinstance(row, _Memory) or row.name != name:
-            raise self._wrong("another line was expected", repr(row), f"MEMORY of {name!r}")
+            raise self._error("another line was expected", repr(row), f"MEMORY of {name!r}")
         return row.memory
 
     def _alias_of(self, name: str) -> int:
         """The alias in the line that must come next."""
         row = next(self.rows, None)
         if not isinstance(row, _Alias) or row.name != name:
-            raise self._wrong("another line was expected", repr(row), f"ALIAS of {name!r}")
+            raise self._error("another line was expected", repr(row), f"ALIAS of {name!r}")
         return row.alias
 
-    def _known(self, name: str) -> int:
+    def _lookup(self, name: str) -> int:
         if name not in self.bound:
-            raise self._wrong("a tensor that no line before defines", repr(name))
+            raise self._error("a tensor that no line before defines", repr(name))
         return self.bound[name]
 
-    def _wrong(self, what: str, found: str = "", expected: str | None = None) -> RematError:
+    def _error(self, what: str, details: str = "", expected: str | None = None) -> RematError:
         return RematError(
             f"line {max(self.line, 1)}: {what}",
             path=self.path,
-            found=found or None,
+            found=details or None,
             expected=expected,
             fix="record the step again, or cut the log at the line before",
         )

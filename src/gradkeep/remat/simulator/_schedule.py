@@ -56,11 +56,11 @@ class Graph:
     @property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The nodes that read each node."""
-        found: list[list[int]] = [[] for _ in self.costs]
+        children: list[list[int]] = [[] for _ in self.costs]
         for node, parents in enumerate(self.parents):
             for parent in parents:
-                found[parent].append(node)
-        return tuple(map(tuple, found))
+                children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @property
     def compute(self) -> int:
@@ -102,10 +102,10 @@ def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
     Every node must run at least once, first in the order of their numbers; at the end the outputs
     must be in memory.
     """
-    kept = tuple(actions)
+    schedule = tuple(actions)
     there: set[int] = set()
     memory = peak = compute = frontier = 0
-    for action in kept:
+    for action in schedule:
         node = action.node
         if action.what == "drop":
             if node not in there:
@@ -123,7 +123,7 @@ def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
         peak = max(peak, memory)
     if frontier != len(graph) or not graph.outputs <= there:
         raise RematError("the schedule does not finish the program", found=f"{frontier} nodes run")
-    return Schedule(kept, compute, peak)
+    return Schedule(schedule, compute, peak)
 
 
 @_arguments.checked(RematError)
@@ -166,8 +166,8 @@ def simplify(program: Program) -> Program:
             ops.append(Op(op.name, op.cost, args, (result,), (size,), (-1,), op.backward))
             names.append("+".join(program.tensors[old] for old in op.results))
         # A tensor is held as often as what became of it was.
-        again = op.results if any(shared) else op.results[1:]
-        held = [number for old in again if (number := tensors[old]) is not None]
+        extra_results = op.results if any(shared) else op.results[1:]
+        held = [number for old in extra_results if (number := tensors[old]) is not None]
         steps += [ProgramStep(StepKind.GET, number) for number in held]
     return dataclasses.replace(program, ops=tuple(ops), steps=tuple(steps), tensors=tuple(names))
 
@@ -185,7 +185,7 @@ def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
     A recomputed node stays until its last use. With every k-th node kept this is checkpointing in
     segments.
     """
-    kept = {*nodes, *graph.outputs}
+    checkpoints = {*nodes, *graph.outputs}
     last_use = list(range(len(graph)))
     last_forward = list(last_use)
     for node, parents in enumerate(graph.parents):
@@ -213,7 +213,9 @@ def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
         bring(node)
         for old in sorted(there):
             forward = not graph.backward[node]
-            passed = last_forward[old] <= node and old not in kept and not graph.backward[old]
+            passed = (
+                last_forward[old] <= node and old not in checkpoints and not graph.backward[old]
+            )
             done = last_use[old] <= node
             if old not in graph.outputs and (done or (forward and passed)):
                 there.remove(old)
@@ -240,7 +242,7 @@ def revolve(graph: Graph, slots: int) -> Schedule:
 
     cost(l, s) = min over m of cost of advancing m steps + cost(l - m, s - 1) + cost(m, s).
     """
-    forward, backward = _as_chain(graph)
+    forward, backward = _split_chain(graph)
     if slots < 1:
         raise RematError("Revolve needs at least one slot", found=slots)
     prefix = [0]
@@ -329,7 +331,7 @@ class _ChainWalk:
             self.actions.append(Action("drop", node))
 
 
-def _as_chain(graph: Graph) -> tuple[list[int], list[int]]:
+def _split_chain(graph: Graph) -> tuple[list[int], list[int]]:
     forward = [node for node in range(len(graph)) if not graph.backward[node]]
     backward = [node for node in range(len(graph)) if graph.backward[node]]
     straight = len(forward) == len(backward) and all(
@@ -338,8 +340,8 @@ def _as_chain(graph: Graph) -> tuple[list[int], list[int]]:
     for at, node in enumerate(backward):
         gradient = backward[at - 1] if at else forward[-1]
         activation = len(forward) - 2 - at
-        wanted = {gradient} | ({forward[activation]} if activation >= 0 else set())
-        straight = straight and set(graph.parents[node]) == wanted
+        expected = {gradient} | ({forward[activation]} if activation >= 0 else set())
+        straight = straight and set(graph.parents[node]) == expected
     if not straight:
         raise RematError(
             "Revolve is for chains: one forward operator after the other, then their gradients",

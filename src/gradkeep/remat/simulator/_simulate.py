@@ -22,7 +22,7 @@ from gradkeep.remat.simulator._core import (
 )
 from gradkeep.remat.simulator._heuristics import PoolSample, RandomChoice
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.simulator._neighbourhoods import Heuristic
+from gradkeep.remat.simulator._neighborhoods import Heuristic
 
 if TYPE_CHECKING:
     import os
@@ -156,9 +156,9 @@ class Timeline:
             writer.writerow([part.name for part in dataclasses.fields(MemoryEvent)])
             writer.writerows(dataclasses.astuple(event) for event in self.events)
 
-    def ran(self, core: EvictionCore, op: Op, *, again: bool) -> None:
+    def ran(self, core: EvictionCore, op: Op, *, recompute: bool) -> None:
         """An operator ran."""
-        what: Literal["run", "recompute"] = "recompute" if again else "run"
+        what: Literal["run", "recompute"] = "recompute" if recompute else "run"
         self.events.append(MemoryEvent(core.clock, what, op.name, core.memory))
 
     def evicted(self, core: EvictionCore, storage: Storage) -> None:

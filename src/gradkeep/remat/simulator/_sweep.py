@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
-from gradkeep.remat.simulator._optimal import SMALL_ENOUGH, optimum_point
-from gradkeep.remat.simulator._picture import PictureStyle
+from gradkeep.remat.simulator._heuristics import heuristic, registered_heuristics
+from gradkeep.remat.simulator._optimal import MAX_SWEEP_OPERATORS, optimum_point
+from gradkeep.remat.simulator._plots import FigureStyle
 from gradkeep.remat.simulator._program import read_log, replace_file
 from gradkeep.remat.simulator._schedule import Graph
 from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
@@ -114,12 +114,12 @@ def optimum_cases(
     logs: Sequence[str | os.PathLike[str]], *, ratios: Sequence[float] = RATIOS
 ) -> list[SweepCase]:
     """The optimum at every ratio, of the logs that are small enough to find it."""
-    small = [log for log in logs if len(Graph.of(read_log(log))) <= SMALL_ENOUGH]
+    small = [log for log in logs if len(Graph.of(read_log(log))) <= MAX_SWEEP_OPERATORS]
     return [SweepCase(os.fspath(log), OPTIMUM, float(ratio)) for log in small for ratio in ratios]
 
 
 def sweep(
-    wanted: Iterable[SweepCase],
+    cases: Iterable[SweepCase],
     table: str | os.PathLike[str],
     *,
     workers: int | None = None,
@@ -131,16 +131,16 @@ def sweep(
     heuristic that was registered here run in this process, all others on `workers` processes.
     """
     path = Path(table)
-    every = list(dict.fromkeys(wanted))
+    every = list(dict.fromkeys(cases))
     there = read_table(path) if path.exists() else []
     done = {row.case: row for row in there if row.source in ("simulated", "optimum")}
-    left = [case for case in every if case not in done]
+    pending = [case for case in every if case not in done]
     write_table(path, done.values())
     if progress is not None:
-        progress(len(every) - len(left), len(every))
-    for log in dict.fromkeys(case.log for case in left):
+        progress(len(every) - len(pending), len(every))
+    for log in dict.fromkeys(case.log for case in pending):
         _program(log)  # a log that cannot be read is told at once, not by a worker
-    for number, row in enumerate(_rows_of(left, workers), len(every) - len(left) + 1):
+    for number, row in enumerate(_rows_of(pending, workers), len(every) - len(pending) + 1):
         done[row.case] = row
         with path.open("a", newline="") as file:
             csv.writer(file).writerow(dataclasses.astuple(row))
@@ -155,7 +155,7 @@ def sweep(
 def _rows_of(cases: Sequence[SweepCase], workers: int | None) -> Iterator[SweepRow]:
     """The rows as they are done."""
     # Other processes do not know a heuristic that was registered in this one.
-    own = own_heuristics()
+    own = registered_heuristics()
     elsewhere = [case for case in cases if case.heuristic not in own]
     count = max(1, min(len(elsewhere), workers or os.cpu_count() or 1))
     if elsewhere:
@@ -256,24 +256,24 @@ def find_logs(
     for place in map(Path, places):
         manifest = place / "manifest.json" if place.is_dir() else place
         if manifest.suffix == ".json" and manifest.is_file():
-            found = list(_listed(manifest, notes))
+            entries = list(_read_manifest(manifest, notes))
         elif place.is_dir() or place.is_file():
             files = sorted(place.glob("*.log")) if place.is_dir() else [place]
-            found = [TitledLog(file, file.name.split("-")[0]) for file in files]
+            entries = [TitledLog(file, file.name.split("-")[0]) for file in files]
         else:
             raise RematError(
                 "there is no such log", path=place, expected="logs, a folder of them, a manifest"
             )
-        if not found and not notes:
+        if not entries and not notes:
             raise RematError("no logs in here", path=place, expected="files named .log")
-        for log in found:
+        for log in entries:
             logs.setdefault(log.path, log)
     if not logs:
         raise RematError("none of the logs is there", found="; ".join(notes))
     return list(logs.values()), notes
 
 
-def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
+def _read_manifest(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
     try:
         content = manifest.read_bytes()
         try:
@@ -314,7 +314,7 @@ class PaperFigure:
     """One figure: a panel per log, and in each these curves."""
 
     name: str
-    look: PictureStyle
+    look: FigureStyle
     curves: tuple[Curve, ...]
 
     def cases(
@@ -349,7 +349,7 @@ class PaperFigure:
         ]
 
 
-_SAME = {
+_EQUIVALENT = {
     "ab-exact-size-stale": "dtr",
     "ab-eq-size-stale": "dtr-eq",
     "ab-local-size-stale": "dtr-local",
@@ -365,13 +365,13 @@ _ABLATION = {
 }
 
 
-def _ablated(part: str) -> list[str]:
+def _ablation_names(part: str) -> list[str]:
     return [f"ab-{part}{rest}" for rest in ("-size-stale", "-size", "-stale", "")]
 
 
 _accesses = PaperFigure(
     "accesses",
-    PictureStyle(
+    FigureStyle(
         "How much looking around choosing takes",
         "accesses",
         "storages looked at, as the original counts",
@@ -382,21 +382,21 @@ _accesses = PaperFigure(
 # For ever, at once, never: banishing has no neighbourhoods that are kept, hence another heuristic.
 _banishing = PaperFigure(
     "banishing",
-    PictureStyle("What happens to storages that nobody refers to", by_policy=True),
+    FigureStyle("What happens to storages that nobody refers to", by_policy=True),
     (Curve("dtr-union", "banish"), Curve("dtr"), Curve("dtr", releases=False)),
 )
 PAPER_FIGURES = (
     PaperFigure(
         "pareto",
-        PictureStyle("What a smaller memory budget costs"),
+        FigureStyle("What a smaller memory budget costs"),
         tuple(map(Curve, MAIN_HEURISTICS)),
     ),
     _banishing,
     *(
         PaperFigure(
             f"ablation-{part}",
-            PictureStyle(f"What size and staleness are worth with {words}"),
-            tuple(Curve(_SAME.get(name, name), shown=name) for name in _ablated(part)),
+            FigureStyle(f"What size and staleness are worth with {words}"),
+            tuple(Curve(_EQUIVALENT.get(name, name), shown=name) for name in _ablation_names(part)),
         )
         for part, words in _ABLATION.items()
     ),
@@ -405,8 +405,8 @@ PAPER_FIGURES = (
 """Budgets against time, what to do with dead storages, the ablation in four parts, accesses."""
 ABLATE = PaperFigure(
     "ablate",
-    PictureStyle("What each part of the heuristic is worth"),
-    tuple(Curve(name) for part in _ABLATION for name in _ablated(part)),
+    FigureStyle("What each part of the heuristic is worth"),
+    tuple(Curve(name) for part in _ABLATION for name in _ablation_names(part)),
 )
 ACCESSES = dataclasses.replace(_accesses, curves=(*_accesses.curves, Curve("dtr-union")))
 BANISH = dataclasses.replace(_banishing, name="banish")

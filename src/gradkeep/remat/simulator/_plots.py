@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.simulator._sweep import RowSource, SweepRow
 
-_COLOURS = (
+_COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"),
     *("#8c510a", "#5e3c99", "#1b7837", "#b2182b", "#2166ac", "#bf812d", "#762a83", "#35978f"),
 )
@@ -33,7 +33,7 @@ _STYLES: dict[RowSource, dict[str, Any]] = {
     "checkpoint": {"linestyle": "none", "marker": "$C$", "markersize": 8},
     "optimum": {"linewidth": 1.6, "linestyle": ":", "marker": "*", "markersize": 10},
 }
-_OWN_COLOURS = {"planned": "#b2182b", "checkpoint": "#444444", "optimum": "#000000"}
+_FIXED_COLORS = {"planned": "#b2182b", "checkpoint": "#444444", "optimum": "#000000"}
 _LABELS: dict[RowSource, str] = {
     "simulated": "{}, simulated",
     "online": "{}, online, measured",
@@ -45,7 +45,7 @@ _ENDED = {"$T$": ("thrash", "gave up"), "$M$": ("oom", "over budget", "infeasibl
 
 
 @dataclass(frozen=True, slots=True)
-class PictureStyle:
+class FigureStyle:
     """What a picture of a sweep shows."""
 
     title: str
@@ -60,7 +60,7 @@ class PictureStyle:
 
 
 def draw_sweep(
-    rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, look: PictureStyle
+    rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, look: FigureStyle
 ) -> list[Path]:
     """Write `name.png`, `name.svg` and a self-contained `name.html` into the folder."""
     paths = save_figure(_figure(rows, look), Path(folder), name)
@@ -90,11 +90,11 @@ def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
+def _figure(rows: Sequence[SweepRow], look: FigureStyle) -> Any:
     logs = list(dict.fromkeys(row.log for row in rows))
     # The simulated ones first, so that what was measured lies upon them.
-    found = dict.fromkeys(_line_of(row, look) for row in rows)
-    lines = sorted(found, key=lambda line: list(_STYLES).index(line[1]))
+    keys = dict.fromkeys(_line_key(row, look) for row in rows)
+    lines = sorted(keys, key=lambda line: list(_STYLES).index(line[1]))
     across = min(3, len(logs))
     down = -(-len(logs) // across)
     figure = new_figure(4.6 * across + 2.9, 3.6 * down + 0.9)
@@ -123,7 +123,7 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
 
 
 def _panel(
-    axis: Any, rows: Sequence[SweepRow], lines: Sequence[tuple[str, RowSource]], look: PictureStyle
+    axis: Any, rows: Sequence[SweepRow], lines: Sequence[tuple[str, RowSource]], look: FigureStyle
 ) -> None:
     good = [value for row in rows if row.status == "ok" and (value := getattr(row, look.measure))]
     top = max(good, default=1.0)
@@ -132,9 +132,9 @@ def _panel(
     failed_at = top * (1.6 if steep else 1.06)
     for number, line in enumerate(lines):
         label, source = line
-        colour = _OWN_COLOURS.get(source, _COLOURS[number % len(_COLOURS)])
-        style = {"color": colour, "marker": MARKERS[number % len(MARKERS)], **_STYLES[source]}
-        mine = sorted((r for r in rows if _line_of(r, look) == line), key=lambda row: row.ratio)
+        color = _FIXED_COLORS.get(source, _COLORS[number % len(_COLORS)])
+        style = {"color": color, "marker": MARKERS[number % len(MARKERS)], **_STYLES[source]}
+        mine = sorted((r for r in rows if _line_key(r, look) == line), key=lambda row: row.ratio)
         # Budgets in which all seeds ran to their end; the original takes no others either.
         seeds: dict[float, list[SweepRow]] = {}
         for row in mine:
@@ -148,13 +148,13 @@ def _panel(
         axis.plot(list(values), means, label=label, **style)
         low, high = list(map(min, values.values())), list(map(max, values.values()))
         if low != high:
-            axis.fill_between(list(values), low, high, color=colour, alpha=0.2, linewidth=0)
+            axis.fill_between(list(values), low, high, color=color, alpha=0.2, linewidth=0)
         # Where it gives up: its own mark, in its own colour, just below where it still ran.
         for sign, statuses in _ENDED.items():
             ended = [row.ratio for row in mine if row.status in statuses]
             if ended:
                 height = failed_at + (top - min(good, default=1.0)) * 0.045 * number
-                axis.plot([max(ended)], [height], marker=sign, color=colour, linestyle="none")
+                axis.plot([max(ended)], [height], marker=sign, color=color, linestyle="none")
     if steep:
         axis.set_yscale("log")
         if not look.logarithmic:
@@ -164,16 +164,16 @@ def _panel(
     axis.grid(alpha=0.25)
 
 
-def _line_of(row: SweepRow, look: PictureStyle) -> tuple[str, RowSource]:
+def _line_key(row: SweepRow, look: FigureStyle) -> tuple[str, RowSource]:
     """What is drawn as one: its label, and how it came about."""
     policy = row.policy if row.releases else "no releases"
     name = f"{row.heuristic}, {policy}" if look.by_policy else row.heuristic
     return _LABELS[row.source].format(name), row.source
 
 
-def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:
+def summarize_sweep(rows: Sequence[SweepRow]) -> list[str]:
     """What the table says, in words: per log the cheapest at half of the memory, and the least."""
-    found = []
+    sentences = []
     for log, source in dict.fromkeys((row.log, row.source) for row in rows):
         mine = [row for row in rows if (row.log, row.source) == (log, source)]
         # A budget above the peak says nothing.
@@ -185,15 +185,15 @@ def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:
         at_half = [row for row in good if row.ratio == 0.5]
         if at_half:
             best = min(at_half, key=lambda row: row.overhead)
-            found.append(
+            sentences.append(
                 f"At 50% of its memory {name} takes {best.overhead:.2f}x the time ({_by(best)})."
             )
         if good:
             least = min(good, key=lambda row: (row.ratio, row.overhead))
-            found.append(
+            sentences.append(
                 f"{name} still runs at {least.ratio:.0%}: {least.overhead:.2f}x ({_by(least)})."
             )
-    return found
+    return sentences
 
 
 def _by(row: SweepRow) -> str:
@@ -202,8 +202,8 @@ def _by(row: SweepRow) -> str:
     return _LABELS[row.source].format(row.heuristic)
 
 
-def _page(rows: Sequence[SweepRow], look: PictureStyle, svg: str) -> str:
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in sweep_sentences(rows))
+def _page(rows: Sequence[SweepRow], look: FigureStyle, svg: str) -> str:
+    sentences = "".join(f"<li>{html.escape(line)}</li>" for line in summarize_sweep(rows))
     head = (
         *("log", "source", "heuristic", "policy", "ratio", "budget", "peak", "status", "overhead"),
         *("evictions", "accesses"),
@@ -222,7 +222,7 @@ def _page(rows: Sequence[SweepRow], look: PictureStyle, svg: str) -> str:
         "<style>body{font:15px system-ui;margin:2rem;max-width:80rem}svg{max-width:100%;height:auto}"
         "table{border-collapse:collapse;font-size:13px}td,th{padding:.15rem .6rem;text-align:left;"
         "border-bottom:1px solid #ddd}</style>"
-        f"<h1>{html.escape(look.title)}</h1><ul>{said}</ul>{drawing}"
+        f"<h1>{html.escape(look.title)}</h1><ul>{sentences}</ul>{drawing}"
         f"<details><summary>All {len(rows)} points</summary><table><tr>{titles}</tr>{body}"
         "</table></details></html>\n"
     )

@@ -53,7 +53,7 @@ class Heuristic:
         """What evicting the storage would cost."""
         raise NotImplementedError
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
         """The storage came into memory, for the first time or again."""
 
     def evicted(self, storage: Storage) -> None:
@@ -115,7 +115,7 @@ class CostRatio(Heuristic):
                 if top is None:
                     top = numerator(storage)
                 elif recounts:
-                    looked += storage.edges_above + storage.edges_below + storage.looks
+                    looked += storage.edges_above + storage.edges_below + storage.extra_accesses
                 if under > 0:
                     cost = top / under
             if cost <= best:
@@ -162,10 +162,10 @@ class EquivalenceClasses(CostRatio):
     def numerator(self, storage: Storage) -> float:
         total, seen, later = storage.compute, [], 0
         looked = storage.edges_above + storage.edges_below
-        for neighbour in (*storage.above, *storage.below):
-            if neighbour.material:
+        for neighbor in (*storage.above, *storage.below):
+            if neighbor.material:
                 continue
-            group = neighbour.group
+            group = neighbor.group
             if not isinstance(group, _EvictedClass):
                 # It was never in memory: its operator is waiting for this one.
                 looked += 1
@@ -178,7 +178,7 @@ class EquivalenceClasses(CostRatio):
                 total += root.compute
                 root.watchers.append(storage)
         self.accesses += looked
-        storage.looks = later
+        storage.extra_accesses = later
         storage.cached = total
         return total
 
@@ -186,11 +186,11 @@ class EquivalenceClasses(CostRatio):
         group = _EvictedClass(storage.compute)
         storage.group = group
         looked = storage.edges_above + storage.edges_below
-        for neighbour in (*storage.below, *storage.above):
-            if neighbour.material:
-                neighbour.cached = None
-            elif isinstance(neighbour.group, _EvictedClass):
-                root, nodes = _root(neighbour.group)
+        for neighbor in (*storage.below, *storage.above):
+            if neighbor.material:
+                neighbor.cached = None
+            elif isinstance(neighbor.group, _EvictedClass):
+                root, nodes = _root(neighbor.group)
                 looked += nodes + 1
                 if root is not group:
                     _changed(root)
@@ -200,7 +200,7 @@ class EquivalenceClasses(CostRatio):
                 looked += 2
         self.accesses += looked
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
         storage.cached = None
         group = storage.group
         looked = 2
@@ -211,9 +211,9 @@ class EquivalenceClasses(CostRatio):
             _changed(root)
             storage.group = None
         self.accesses += looked
-        if again:
-            for neighbour in (*storage.above, *storage.below):
-                neighbour.cached = None
+        if recomputed:
+            for neighbor in (*storage.above, *storage.below):
+                neighbor.cached = None
 
 
 def _changed(group: _EvictedClass) -> None:
@@ -222,7 +222,7 @@ def _changed(group: _EvictedClass) -> None:
     group.watchers.clear()
 
 
-class ExactNeighbourhood(CostRatio):
+class ExactNeighborhood(CostRatio):
     """All evicted storages that would have to come back, and those that would then need this one."""
 
     name = "dtr"
@@ -243,7 +243,10 @@ class ExactNeighbourhood(CostRatio):
             if self._regions is not None:
                 total += self._regions.cost(storage, upwards=upwards)
             else:
-                total += sum(found.compute for found in self.reachable(storage, upwards=upwards))
+                total += sum(
+                    storage_reached.compute
+                    for storage_reached in self.reachable(storage, upwards=upwards)
+                )
         storage.cached = total
         return total
 
@@ -258,18 +261,18 @@ class ExactNeighbourhood(CostRatio):
 
     def reachable(self, storage: Storage, *, upwards: bool) -> set[Storage]:
         """Evicted storages reached through evicted ones only."""
-        found: set[Storage] = set()
+        reached: set[Storage] = set()
         stack = [storage]
         while stack:
             place = stack.pop()
             beside = place.above if upwards else place.below
             self.accesses += place.edges_above if upwards else place.edges_below
             for other in beside:
-                if not other.material and other not in found:
-                    found.add(other)
+                if not other.material and other not in reached:
+                    reached.add(other)
                     stack.append(other)
-        found.discard(storage)
-        return found
+        reached.discard(storage)
+        return reached
 
     def evicted(self, storage: Storage) -> None:
         if self._regions is not None:
@@ -277,9 +280,9 @@ class ExactNeighbourhood(CostRatio):
         else:
             self._changed.append(storage)
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
         storage.cached = None
-        if again and self._regions is None:
+        if recomputed and self._regions is None:
             self._changed.append(storage)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
@@ -307,7 +310,7 @@ class ExactNeighbourhood(CostRatio):
         self._changed.clear()
 
 
-class EvictedAncestors(ExactNeighbourhood):
+class EvictedAncestors(ExactNeighborhood):
     """What must come back first, by size: the memory that is saved per second."""
 
     name = "msps"
@@ -315,7 +318,7 @@ class EvictedAncestors(ExactNeighbourhood):
     downwards = False
 
 
-class UnionNeighbourhood(ExactNeighbourhood):
+class UnionNeighborhood(ExactNeighborhood):
     """The neighbourhood counted once, and as stale as its freshest member."""
 
     name = "dtr-union"
@@ -326,7 +329,7 @@ class UnionNeighbourhood(ExactNeighbourhood):
     def evicted(self, storage: Storage) -> None:
         """Likewise."""
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
         """Likewise."""
 
     def choose(self, pool: Pool, clock: int) -> Storage:
@@ -334,9 +337,9 @@ class UnionNeighbourhood(ExactNeighbourhood):
 
     def score(self, storage: Storage, clock: int) -> float:
         around = self.reachable(storage, upwards=True) | self.reachable(storage, upwards=False)
-        accessed = max([storage.last_access, *(found.last_access for found in around)])
+        accessed = max([storage.last_access, *(member.last_access for member in around)])
         under = storage.size * (clock - accessed)
-        top = storage.compute + sum(found.compute for found in around)
+        top = storage.compute + sum(member.compute for member in around)
         return top / under if under > 0 else math.inf
 
 
@@ -375,7 +378,7 @@ class _BitWeights:
         return sum((bits & plane).bit_count() << k for k, plane in enumerate(self._planes))
 
 
-class _Way:
+class _Direction:
     """One direction: from each storage to its neighbours, and on through evicted ones."""
 
     def __init__(self) -> None:
@@ -396,7 +399,7 @@ class EvictedRegions:
 
     def __init__(self) -> None:
         self.evicted = 0
-        self.down, self.up = _Way(), _Way()
+        self.down, self.up = _Direction(), _Direction()
         self._storages: list[Storage] = []
         self._costs = _BitWeights()
         self._ordered = True
@@ -440,24 +443,24 @@ class EvictedRegions:
         ):
             more = 1 << end
             if self.evicted >> end & 1:
-                self._learn(way, more)
+                self._update_reach(way, more)
                 more |= way.far[end]
             way.beside[start].append(end)
             way.near[start] |= 1 << end
             way.far[start] |= more
             if self.evicted >> start & 1:
-                self._learn(back, 1 << start)
-                self._widen(way, back.far[start], more)
+                self._update_reach(back, 1 << start)
+                self._extend_reach(way, back.far[start], more)
 
-    def _widen(self, way: _Way, ends: int, more: int) -> None:
+    def _extend_reach(self, way: _Direction, ends: int, more: int) -> None:
         """These reach more from now on; the evicted ones among them are many, and seldom asked."""
         for number in _numbers(ends & ~self.evicted):
             way.far[number] |= more
         way.known &= ~(ends & self.evicted)
 
-    def _learn(self, way: _Way, wanted: int) -> None:
+    def _update_reach(self, way: _Direction, bits: int) -> None:
         """See to it that what is reached from these is known."""
-        new = todo = wanted & ~way.known
+        new = todo = bits & ~way.known
         while new:
             near = 0
             for number in _numbers(new):
@@ -468,7 +471,7 @@ class EvictedRegions:
             self._rebuild(way, _numbers(todo))
             way.known |= todo
 
-    def _rebuild(self, way: _Way, numbers: list[int]) -> None:
+    def _rebuild(self, way: _Direction, numbers: list[int]) -> None:
         """Find what these reach, from what those that they are beside of reach."""
         far, near, beside, storages = way.far, way.near, way.beside, self._storages
         if way is self.down:
@@ -480,19 +483,19 @@ class EvictedRegions:
         while not settled:
             settled = True
             for number in numbers:
-                found = near[number]
+                reach = near[number]
                 for end in beside[number]:
                     if not storages[end].material:
-                        found |= far[end]
-                settled = settled and (self._ordered or found == far[number])
-                far[number] = found
+                        reach |= far[end]
+                settled = settled and (self._ordered or reach == far[number])
+                far[number] = reach
 
     def arrived(self, storages: Iterable[Storage]) -> int:
         """These came into memory by one run; returns the accesses of building sets anew."""
         numbers = [storage.number for storage in storages]
         these = sum(1 << number for number in numbers)
         for way in (self.down, self.up):
-            self._learn(way, these)
+            self._update_reach(way, these)
         self.evicted &= ~these
         accesses = 0
         for way, back in ((self.down, self.up), (self.up, self.down)):
@@ -503,7 +506,7 @@ class EvictedRegions:
                     # What came back is passed through no longer by those that reached it.
                     way.known &= ~back.far[number]
             ends &= ~self.evicted & ~these
-            self._learn(way, ends | these)
+            self._update_reach(way, ends | these)
             for number in _numbers(ends | these):
                 # The edges seen on the way from a storage through all evicted ones that it reaches.
                 accesses += way.edges.total((way.far[number] & self.evicted) | 1 << number)
@@ -516,22 +519,22 @@ class EvictedRegions:
         number, accesses = storage.number, 0
         bit = 1 << number
         for way in (self.down, self.up):
-            self._learn(way, bit)
+            self._update_reach(way, bit)
         for way, back in ((self.down, self.up), (self.up, self.down)):
             added, ends = way.far[number], back.far[number] & ~bit
             inner = added & self.evicted & ~bit
-            self._learn(way, ends & ~self.evicted)
+            self._update_reach(way, ends & ~self.evicted)
             for end in _numbers(ends & ~self.evicted):
                 accesses += (inner & ~way.far[end]).bit_count() + 1
                 self._storages[end].cached = None
-            self._widen(way, ends, added)
+            self._extend_reach(way, ends, added)
         self.evicted |= bit
         return accesses
 
     def cost(self, storage: Storage, *, upwards: bool) -> int:
         """What the evicted storages that are reached from one cost together."""
         way, bit = self.up if upwards else self.down, 1 << storage.number
-        self._learn(way, bit)
+        self._update_reach(way, bit)
         return self._costs.total(way.far[storage.number] & self.evicted & ~bit)
 
 
@@ -543,8 +546,8 @@ def _numbers(bits: int) -> list[int]:
     """
     if bits.bit_count() > _FEW:
         raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
-        found: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
-        return found
+        positions: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+        return positions
     few = []
     while bits:
         low = bits & -bits
