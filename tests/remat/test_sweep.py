@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
@@ -71,10 +72,11 @@ def test_a_row_is_the_simulation():
 
 
 def test_bad_sweeps_are_refused_before_anything_runs():
-    with pytest.raises(RematError, match="no heuristic 'dtrr'"):
+    with raises(RematError, "remat.unknown_heuristic", fix="dtr"):
         sweep_cases([LOG], heuristics=("dtrr",))
-    with pytest.raises(RematError, match="above 0"):
+    with raises(RematError, "argument.invalid") as caught:
         sweep_cases([LOG], ratios=(0.0,))
+    assert caught.value.message.startswith("ratios must be above 0")
 
 
 def test_pictures_are_written_and_the_same_each_time(tmp_path):
@@ -256,22 +258,27 @@ def test_manifests_name_logs_and_their_titles(tmp_path):
         for place in (logs, logs / "manifest.json"):
             found, notes = find_logs([place])
             assert [(log.title, log.path.name) for log in found] == [("A", "a-1.log")]
-            assert "'C' is passed over" in notes[0]
+            assert "'C' is skipped" in notes[0]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "reason", "details"),
     [
-        ("[", "no manifest of logs"),
-        ("[1]", "no manifest of logs"),
-        ('{"models": [{"name": "a"}]}', "log"),
-        ('{"models": [{"name": "a", "log": "a.log", "has_start": false}]}', "has_start"),
-        ('{"models": [{"name": "a", "log": "a.log"}]}', "none of the logs is there"),
+        ("[", "manifest_invalid", ""),
+        ("[1]", "manifest_invalid", ""),
+        ('{"models": [{"name": "a"}]}', "manifest_invalid", "log"),
+        (
+            '{"models": [{"name": "a", "log": "a.log", "has_start": false}]}',
+            "manifest_invalid",
+            "has_start",
+        ),
+        ('{"models": [{"name": "a", "log": "a.log"}]}', "logs_missing", "a.log"),
     ],
 )
-def test_bad_manifests_are_refused_with_what_is_wrong(content, message, tmp_path):
+def test_bad_manifests_are_refused_with_what_is_wrong(content, reason, details, tmp_path):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(RematError, match=message):
+    with raises(RematError, f"remat.{reason}") as caught:
         find_logs([tmp_path])
-    with pytest.raises(RematError, match="no such log"):
+    assert details in caught.value.found
+    with raises(RematError, "remat.log_not_found"):
         find_logs([tmp_path / "nowhere"])

@@ -102,7 +102,7 @@ def pareto(
             repeats=repeats,
         )
         measured = _trained(experiment, out / "trials", workers)
-    look = FigureStyle("What a smaller memory budget costs")
+    look = FigureStyle("Time against memory budget")
     for log in logs or []:
         input_file(log, error=RematError)
     cases = [
@@ -187,7 +187,7 @@ def figures(
         rows = sweep(cases, table, workers=workers, progress=report)
     files = [table]
     for one in PAPER_FIGURES:
-        look = dataclasses.replace(one.look, titles=titles)
+        look = dataclasses.replace(one.style, titles=titles)
         files += draw_sweep(one.rows(rows), out, one.name, look)
     _show_files(rows, files, json=json, logs=len(found_logs), notes=notes)
 
@@ -283,7 +283,7 @@ def _simulated(
     for log in logs:
         input_file(log, error=RematError)
     cases = figure.cases(logs, ratios=_numbers(ratios), limit=limit)
-    _figure(figure.name, figure.look, cases, out, workers, json=json)
+    _figure(figure.name, figure.style, cases, out, workers, json=json)
 
 
 def _figure(

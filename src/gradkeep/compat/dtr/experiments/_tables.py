@@ -76,7 +76,7 @@ def write_graphs(
     for model, rows in _per_model(results):
         drawn = points([row for row in rows if row["kind"] != "param_sweep"])
         swept = any(row["kind"] == "param_sweep" for row in rows)
-        look = FigureStyle(f"What a smaller memory budget costs {model}")
+        look = FigureStyle(f"Time against memory budget, {model}")
         try:
             if drawn:
                 paths += draw_sweep(drawn, folder, _file_name(model), look)
