@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
@@ -479,7 +480,7 @@ def test_every_second_recording_of_a_kind_clones_and_after_four_the_other():
         )
         modules = SimpleNamespace(flags=lambda: (flag, made_anew))
         recording = SimpleNamespace(modules=modules, gradients=False)
-        return planner.cloning(recording, torch.ones(size))
+        return planner.should_clone(recording, torch.ones(size))
 
     layer = torch.nn.Linear(2, 2)
     assert [asked(3) for _ in range(8)] == [*(False, True) * 2, *(True, False) * 2]
@@ -591,7 +592,7 @@ def test_the_floor_is_what_a_budget_needs_at_least():
     assert about.floor < about.peak
     at_floor = budget.replan(about.floor)
     assert at_floor.explain().predicted_peak <= about.floor
-    with pytest.raises(BudgetError) as caught:
+    with raises(BudgetError, "budget.below_floor") as caught:
         budget.replan(about.floor - 1)
     assert f"{about.floor} bytes" in str(caught.value.expected)
     assert f"{about.peak} bytes" in str(caught.value.expected)

@@ -1,8 +1,8 @@
-"""How an operator is run again so that it gives the same bits and changes nothing else.
+"""How to run an operator again with the same bits and without side effects.
 
-Most operators are simply called. Batch normalization has a way of its own: from the saved mean and
+Most operators are simply called. Batch normalization is recomputed from the saved mean and
 inverse deviation, without touching the running statistics. Random operators need the generator's
-state. What is not known to be safe is not run again: its results are kept.
+state. Operators that are not known to be safe are not run again: their results are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _NORMALIZERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
-"""Their schemas hide that they change running statistics."""
+"""Operators that change running statistics although their schemas do not declare it."""
 _NEVER_RERUN = frozenset(
     {
         "aten::miopen_batch_norm",
@@ -40,7 +40,7 @@ _NEVER_RERUN = frozenset(
         "aten::resize_as_",
     }
 )
-"""Never run again."""
+"""Operators with undeclared side effects."""
 _UNINITIALIZED = frozenset(
     f"aten::{name}"
     for name in (
@@ -48,9 +48,9 @@ _UNINITIALIZED = frozenset(
         "new_empty_strided",
     )
 )
-"""What they give is meant to be overwritten: there is nothing to compare."""
+"""Operators that return uninitialized memory: there is nothing to compare."""
 _COMPARED_RESULTS = {"aten::mkldnn_rnn_layer": 3}
-"""How many results are compared; after these comes a workspace with unused bytes between."""
+"""Number of results to compare; the remaining one is a workspace with unused bytes."""
 
 
 class TensorRef(NamedTuple):
@@ -62,7 +62,7 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstResultRerun:
-    """Another way to the first result only, given the other results after `args`."""
+    """Alternative computation of the first result only, with the other results appended to `args`."""
 
     run: Callable[..., Any] | None
     args: tuple[Any, ...]
@@ -80,7 +80,7 @@ class OperatorRerun:
     first_result: FirstResultRerun | None = None
 
     def reads(self) -> frozenset[int]:
-        """The values that are needed to run it."""
+        """Return the values needed to run it."""
         refs: list[TensorRef] = []
         map_nested((self.args, self.kwargs), refs.append, TensorRef)
         return frozenset(ref.value for ref in refs)
@@ -94,7 +94,7 @@ def build_rerun(
     *,
     in_place: bool,
 ) -> OperatorRerun:
-    """The recipe of an operator that ran with these arguments."""
+    """Build the rerun of an operator that ran with these arguments."""
     name = func._schema.name
     unknown = OperatorRerun(None, (), ())
     named = dict(kwargs)
@@ -106,13 +106,13 @@ def build_rerun(
         return unknown
     random = torch.Tag.nondeterministic_seeded in func.tags
     if not name.startswith("aten::") and (in_place or random):
-        return unknown  # its own promises cannot be tried without changing something
+        return unknown  # cannot be verified without side effects
     if name == "aten::empty_like":
-        # It reads nothing of its argument but the shape: a dropped argument is not brought back.
+        # It reads only the shape of its argument, so a dropped argument need not be recomputed.
         like = results[0]
         empty = functools.partial(torch.empty_strided, dtype=like.dtype, device=like.device)
         return OperatorRerun(empty, (tuple(like.shape), tuple(like.stride())), ())
-    # The packet behind an overload is one Python call less.
+    # Calling the packet of an overload saves one Python call.
     return OperatorRerun(func._op, args, kwargs, random=random)
 
 
@@ -145,7 +145,7 @@ def apply_statistics(
 
 
 def count_temporary_bytes(args: tuple[Any, ...]) -> int:
-    """What `apply_statistics` takes beside its result: ones, and the scale if there is a weight."""
+    """Return the bytes `apply_statistics` allocates besides its result: ones, and the scale if there is a weight."""
     weight, shape = args[1], args[4].geometry
     taken: int = math.prod(shape.size) * shape.dtype.itemsize * (1 if weight is None else 2)
     return taken
@@ -158,7 +158,7 @@ def verify_rerun(
     kwargs: dict[str, Any],
     results: Sequence[Tensor],
 ) -> OperatorRerun:
-    """Run an operator once more, right away: a recipe that does not give the same bits is none."""
+    """Run an operator once more; return the rerun without `run` if the bits differ."""
     if func._schema.name in _UNINITIALIZED:
         return recipe
     unknown = OperatorRerun(None, recipe.args, recipe.kwargs)
@@ -185,7 +185,7 @@ def verify_first_result_rerun(
     kwargs: dict[str, Any],
     results: Sequence[Tensor],
 ) -> FirstResultRerun:
-    """The same for a way of its own; it also learns what that way costs."""
+    """Verify the alternative computation of the first result, and measure its cost."""
     names = [argument.name for argument in func._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     own = (arguments["input"], arguments.get("weight"), arguments.get("bias"), *results[1:])
@@ -200,22 +200,22 @@ def verify_first_result_rerun(
 
 
 def count_compared_results(func: Any, count: int) -> int:
-    """How many of an operator's results must be equal to the bit."""
+    """Return how many of an operator's results must be bitwise equal."""
     return _COMPARED_RESULTS.get(func._schema.name, count)
 
 
 def has_workspace(name: str) -> bool:
-    """Whether an operator of this name gives a workspace, which only its own gradient reads."""
+    """Return True if the operator returns a workspace that only its own gradient reads."""
     return name in _COMPARED_RESULTS
 
 
 def is_uninitialized(name: str) -> bool:
-    """Whether an operator of this name gives memory that is meant to be overwritten."""
+    """Return True if the operator returns uninitialized memory."""
     return f"aten::{name.removeprefix('aten::')}" in _UNINITIALIZED
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are the same in shape, strides and every bit; not-a-number equals itself."""
+    """Return True if shape, strides and all bits are equal; NaN equals itself."""
     if (
         first.shape != second.shape
         or first.dtype != second.dtype
@@ -231,7 +231,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that 0 is not -0."""
+    """View the memory as integers, so that 0 differs from -0."""
     if tensor.is_quantized:
         return tensor.int_repr()
     plain = tensor.detach()
@@ -246,7 +246,7 @@ _HASH_BLOCK = 1 << 20
 
 
 def hash_bytes(storage: torch.UntypedStorage, start: int, length: int) -> int:
-    """A hash of 64 bits of some bytes; about 1 us and 0.1 ns a byte."""
+    """Compute a 64-bit hash of a byte range; about 1 us plus 0.1 ns per byte."""
     if length == 0:
         return 0
     if storage.device.type == "cpu":
@@ -256,7 +256,7 @@ def hash_bytes(storage: torch.UntypedStorage, start: int, length: int) -> int:
 
 
 def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> int:
-    """The same purpose where bytes cannot be read directly: sums with weights, part by part.
+    """Hash bytes that cannot be read directly, by weighted sums per block.
 
     h = sum_p (p + 1) c_p, c_p = sum_i b_i ((2 i + 1) k mod 2^31 - 1), in integers modulo 2^64.
     """
@@ -271,29 +271,29 @@ def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> in
 
 
 _SAMPLE_SIZE = 32
-"""How many places of a tensor are looked at."""
+"""Number of sampled elements of a tensor."""
 
 
 class TensorSample(NamedTuple):
-    """A few places: a coarse lattice in the tensor."""
+    """A few elements on a coarse lattice in the tensor."""
 
     lattice: Geometry
 
     def of(self, base: Tensor) -> Any:
-        """The numbers there, given any tensor on the storage; about 3 us."""
+        """Read the sampled elements from any tensor on the storage; about 3 us."""
         return self.lattice.on_storage_of(base).tolist()
 
 
 class ContentHash(NamedTuple):
-    """Every byte that anybody will read: one run of bytes, or several tensors."""
+    """Hash of every byte that will be read: one contiguous range, or several tensors."""
 
     start: int
     length: int
-    """Bytes; 0 if the content is not one run."""
+    """Bytes; 0 if the content is not contiguous."""
     parts: tuple[Geometry, ...] = ()
 
     def of(self, base: Tensor) -> Any:
-        """A hash of 64 bits, given any tensor on the storage; about 1 us and 0.1 ns a byte."""
+        """Compute a 64-bit hash from any tensor on the storage; about 1 us plus 0.1 ns per byte."""
         if self.length:
             return hash_bytes(base.untyped_storage(), self.start, self.length)
         hashes = []
@@ -308,9 +308,9 @@ Fingerprint = TensorSample | ContentHash
 
 
 def build_content_hash(result: Geometry, slots: Sequence[Geometry], *, whole: bool) -> ContentHash:
-    """What to hash of a value: all that its operator made if that is one run, else what is saved of it.
+    """Choose what to hash of a value: the operator's whole result if it is contiguous, else the saved tensors.
 
-    `whole` says that the operator wrote every element.
+    `whole` means that the operator wrote every element.
     """
     if whole and _is_dense(result):
         return ContentHash(result.offset * result.dtype.itemsize, _nbytes(result))
@@ -324,7 +324,7 @@ def _nbytes(geometry: Geometry) -> int:
 
 
 def _is_dense(geometry: Geometry) -> bool:
-    """Whether the elements lie side by side, in whatever order."""
+    """Return True if the elements are contiguous in memory, in any order."""
     expected = 1
     for step, n in sorted(zip(geometry.stride, geometry.size, strict=True)):
         if n == 1:
@@ -336,10 +336,10 @@ def _is_dense(geometry: Geometry) -> bool:
 
 
 def build_sample(geometry: Geometry, count: int = _SAMPLE_SIZE) -> TensorSample:
-    """A lattice of about `count` places over the whole of a tensor."""
+    """Build a lattice of about `count` elements over a tensor."""
     numel = math.prod(geometry.size)
     if numel and _is_dense(geometry):
-        # Any stride through memory stays inside. An odd one meets every channel.
+        # Any stride stays inside a dense tensor; an odd one visits every channel.
         step = max(1, numel // count)
         step += 1 - step % 2 if step > 1 else 0
         size: Sequence[int] = (1 + (numel - 1) // step,)
@@ -354,5 +354,5 @@ def build_sample(geometry: Geometry, count: int = _SAMPLE_SIZE) -> TensorSample:
 
 
 def same_content(first: object, second: object) -> bool:
-    """Whether two fingerprints are equal; not-a-number equals itself."""
+    """Return True if two fingerprints are equal; NaN equals itself."""
     return first == second or repr(first) == repr(second)

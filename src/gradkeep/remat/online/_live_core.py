@@ -1,4 +1,4 @@
-"""The eviction core with real bytes: evicting empties a storage, running an operator fills one."""
+"""The eviction core with real bytes: evicting empties a storage, running an operator fills it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OnlineArgument(NamedTuple):
-    """A tensor among the arguments: a value, and how it was seen."""
+    """A tensor among the arguments: its value and geometry."""
 
     node: Node
     geometry: Geometry
@@ -33,26 +33,26 @@ class OnlineArgument(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OnlineOperator:
-    """What the eviction core needs to know of an operator, and what it takes to run it again."""
+    """An operator as the eviction core sees it, with everything needed to run it again."""
 
     name: str
     cost: int
     """Nanoseconds."""
     sizes: tuple[int, ...]
-    """Bytes of each new storage; 0 for what is written in place."""
+    """Bytes of each new storage; 0 for storages written in place."""
     aliases: tuple[int, ...]
-    """For each result the index of the argument whose storage it changes, or -1."""
+    """For each result the index of the argument whose storage it writes, or -1."""
     run: Callable[..., Any] | None = None
-    """None: it cannot be run again."""
+    """None if it cannot be run again."""
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     results: tuple[tuple[int, Geometry], ...] = ()
-    """For each new storage, which result shows it whole, and how."""
+    """Position and geometry of the result that covers each new storage."""
     grad_mode: bool = True
     exact: bool = True
-    """Every byte of its results means something."""
+    """Every byte of its results is defined."""
     random: torch.Tensor | None = None
-    """The state of the generator before it ran."""
+    """State of the generator before it ran."""
 
 
 def predict_result_bytes(
@@ -60,8 +60,7 @@ def predict_result_bytes(
 ) -> int:
     """Estimate the bytes of an operator's results before it runs for the first time.
 
-    Torch knows the shapes of most results without computing them; for the others the largest argument
-    is a guess.
+    Runs the operator on meta tensors; if that is not possible, the largest argument is the estimate.
     """
     inputs = find_tensors(args) + find_tensors(tuple(kwargs.values()))
     guess = max((tensor.nbytes for tensor in inputs), default=0)
@@ -87,27 +86,27 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class StorageBytes:
-    """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
+    """Location of a storage's bytes: torch's own storage while it is alive, else a storage of the core."""
 
     ref: StorageRef
     nbytes: int
     dead: bool = False
-    """Nobody but us has it."""
+    """Only the core holds it."""
     evicted_hash: int | None = None
-    """A hash of the bytes that were evicted, until they are back and compared."""
+    """Hash of the evicted bytes, until they are restored and compared."""
     own_storage: torch.UntypedStorage | None = None
-    """The bytes of a dead storage that was made again, or of a pinned one that others need."""
+    """Bytes of a dead storage that was recomputed, or of a pinned one that others need."""
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage as it is now, filled or empty."""
+        """Return the current storage, filled or empty."""
         return self.own_storage if self.own_storage is not None else self.ref()
 
 
 class LiveCore(EvictionCore):
-    """A `Core` whose storages are torch's.
+    """An `EvictionCore` on torch storages.
 
-    Storages die at any moment, also in the middle of an operator: that is noted, and looked at
-    between two of them.
+    Storages die at any moment, also in the middle of an operator; their deaths are queued and processed
+    between two operators.
     """
 
     def __init__(
@@ -122,40 +121,40 @@ class LiveCore(EvictionCore):
         super().__init__(heuristic, budget=budget, policy="eager", sample=sample)
         self.limit = limit
         self.strict = strict
-        """Raise where nothing is left to evict."""
-        # Here edges go too, once nothing needs them any more.
+        """Raise if no storage can be evicted."""
+        # Edges are removed here once nothing needs them.
         self._followed = False
         self._requested_budget = budget
         self.settled = False
-        """Everything is back, and stays."""
+        """Everything is restored and stays in memory."""
         self._remat_compute_at_restore = 0
         self.bytes: dict[Storage, StorageBytes] = {}
         self.latest: dict[int, Node] = {}
-        """The present value of each storage that is alive, by the id of torch's storage."""
+        """Current value of each live storage, by the id of torch's storage."""
         self.died: list[Node] = []
         self.over = 0
         self.exhausted = False
-        """Nothing was left to evict where room was needed."""
+        """No storage could be evicted although room was needed."""
         self.gave_up = False
         self.reason = ""
-        """Why it gave up."""
+        """Why eviction stopped."""
         self.search_time = self.copy_time = 0
 
     def limit_to(self, budget: float) -> None:
-        """Use another budget from the next operator on."""
+        """Change the budget from the next operator on."""
         self.budget = self._requested_budget = budget
 
     def node_of(self, tensor: torch.Tensor) -> Node:
-        """The value that a tensor shows; one never seen before is a constant."""
+        """Return the value that a tensor views; an unseen storage becomes a constant."""
         return self.node_on(tensor.untyped_storage())
 
     def node_on(self, storage: torch.UntypedStorage) -> Node:
-        """The present value of a storage."""
+        """Return the current value of a storage."""
         node = self.latest.get(id(storage))
         return self._constant(storage) if node is None else node
 
     def constants(self) -> list[StorageRef]:
-        """The constants so far."""
+        """Return references to the live constants."""
         return [
             self.bytes[node.storage].ref
             for node in self.latest.values()
@@ -171,27 +170,27 @@ class LiveCore(EvictionCore):
         return node
 
     def follow(self, storage: torch.UntypedStorage, node: Node) -> None:
-        """From now on `storage` stands for the value."""
+        """Use `storage` for the value from now on."""
         ref = StorageRef(storage, self._on_storage_freed)
         ref.key = id(storage)
         self.bytes[node.storage] = StorageBytes(ref, storage.nbytes())
         self.latest[ref.key] = node
 
     def _on_storage_freed(self, ref: StorageRef) -> None:
-        # At once: the next storage may get the same id.
+        # Immediately, because the next storage may get the same id.
         node = self.latest.pop(ref.key, None)
         if node is not None:
             self.died.append(node)
 
     def tidy(self) -> None:
-        """What is done between two operators."""
+        """Process deaths and enforce the budget between two operators."""
         self.free_dead_storages()
         if self.gave_up and not self.settled:
             self.restore_all()
         self.make_room(0)
 
     def free_dead_storages(self) -> None:
-        """Look at the storages that have died since: their bytes are free, their recipes stay."""
+        """Free the bytes of storages that died; keep how to recompute them."""
         while self.died:
             storage = self.died.pop().storage
             self.bytes[storage].dead = True
@@ -200,7 +199,7 @@ class LiveCore(EvictionCore):
             self._forget(storage)
 
     def _discard(self, storage: Storage) -> None:
-        """The bytes of a storage that nobody else has go."""
+        """Evict a storage that only the core holds."""
         if storage.pinned:
             storage.pinned = False
             self._unlock(storage)
@@ -208,19 +207,19 @@ class LiveCore(EvictionCore):
 
     def _needed(self, storage: Storage) -> bool:
         """Return True if an evictable storage was computed from it."""
-        # Whoever makes one result of an operator again makes them all.
+        # Recomputing one result of an operator recomputes all of them.
         beside = [sibling.storage for node in storage.tensors for sibling in node.siblings]
         return any(o in self.bytes and not o.pinned for o in (*storage.below, *beside))
 
     def _forget(self, storage: Storage) -> None:
-        """Nobody asks for it any more; neither, then, for what it alone was made from."""
+        """Remove a storage that nothing needs, and then ancestors that only it needed."""
         waiting = [storage]
         while waiting:
             gone = waiting.pop()
             place = self.bytes.get(gone)
             if place is None or self._needed(gone):
                 continue
-            # Held for others only: without us it lives on, or dies and comes by here again.
+            # Release our reference; if the storage dies now, this runs again.
             place.own_storage = None
             if not place.dead:
                 continue
@@ -234,7 +233,7 @@ class LiveCore(EvictionCore):
             waiting += [sibling.storage for node in gone.tensors for sibling in node.siblings]
 
     def materialize_and_lock(self, nodes: Sequence[Node]) -> None:
-        """Bring values into memory and lock them there."""
+        """Bring values into memory and lock them."""
         clock = self.clock
         for node in nodes:
             node.storage.last_access = clock
@@ -244,7 +243,7 @@ class LiveCore(EvictionCore):
             self.compare(node.storage)
 
     def compare(self, storage: Storage) -> None:
-        """See that what was evicted came back as it was, before anybody reads it."""
+        """Compare a restored storage with the hash of its evicted bytes."""
         place = self.bytes[storage]
         if place.evicted_hash is None or not all(node.defined for node in storage.tensors):
             return
@@ -254,19 +253,20 @@ class LiveCore(EvictionCore):
             name = storage.tensors[0].op.name
             _poison(place, always=True)
             raise RematError(
-                "a tensor made again is not what it was when it was evicted: what it is made from "
-                "was changed in a way that torch does not show; it now holds not-a-number",
+                "a recomputed tensor differs from the evicted one, because its inputs were changed in a "
+                "way that torch does not report; it is now filled with NaN",
+                code="remat.recomputed_differs",
                 found=f"the result of {name}",
-                fix="use mode='planned', or no budget, for this model",
+                fix="Use mode='planned', or no budget, for this model.",
             )
 
     def unlock_all(self, nodes: Sequence[Node]) -> None:
-        """Unlock them again."""
+        """Unlock values."""
         for node in nodes:
             self._unlock(node.storage)
 
     def make_room(self, need: int) -> None:
-        """Evict until so many bytes fit."""
+        """Evict until `need` bytes fit."""
         if self.memory + need > self.budget:
             self._free(need)
 
@@ -276,7 +276,7 @@ class LiveCore(EvictionCore):
         parents: Sequence[Node],
         new_storages: Sequence[torch.UntypedStorage],
     ) -> list[Node]:
-        """Enter an operator that just ran for the first time, with its new storages."""
+        """Add an operator that just ran for the first time, with its new storages."""
         nodes = self._declare(operator, parents)  # type: ignore[arg-type]
         fresh = iter(new_storages)
         for node, alias in zip(nodes, operator.aliases, strict=True):
@@ -290,7 +290,7 @@ class LiveCore(EvictionCore):
             self.follow(next(fresh), node)
             self._arrive(node.storage)
         for parent in parents:
-            # Pinned storages are not made again: they stay for those that are.
+            # Pinned storages are not recomputed: they stay for the recomputation of others.
             place = self.bytes[parent.storage]
             if parent.storage.pinned and place.own_storage is None and self._needed(parent.storage):
                 place.own_storage = place.storage()
@@ -309,7 +309,7 @@ class LiveCore(EvictionCore):
         self.heuristic.arrived(storage, recomputed=False)
 
     def keep(self, node: Node) -> None:
-        """Never evict it again, as long as somebody has it or something else may need it."""
+        """Pin a value for as long as it is referenced or something may need it."""
         if not node.storage.pinned:
             self.pin(node)
             if self._needed(node.storage):
@@ -319,7 +319,7 @@ class LiveCore(EvictionCore):
                 self._forget(above)
 
     def prepare_overwrite(self, node: Node) -> None:
-        """Its bytes will be overwritten: what was computed from them is made now, and stays."""
+        """Recompute and pin everything computed from a value that is about to be overwritten."""
         for other in list(node.storage.below):
             place = self.bytes.get(other)
             if other is node.storage or place is None or other.pinned:
@@ -338,10 +338,11 @@ class LiveCore(EvictionCore):
         self.search_time += perf_counter_ns() - began
         if over > 0 and self.strict:
             raise BudgetError(
-                "out of memory: nothing is left to evict",
+                "out of memory, and no storage can be evicted",
+                code="budget.exhausted",
                 found=f"{format_bytes(self.memory + need)} in use",
                 expected=f"at most the budget of {format_bytes(int(self.budget))}",
-                fix="raise the budget, or make the batch smaller",
+                fix="Raise the budget, or make the batch smaller.",
             )
 
     def _evict(self, storage: Storage) -> None:
@@ -364,23 +365,23 @@ class LiveCore(EvictionCore):
         taken = perf_counter_ns() - began
         by_index = {node.index: node for node in (tensor, *tensor.siblings)}
         results = find_tensors(out)
-        # What is new comes before what is written in place.
+        # New storages come before storages written in place.
         for index, (position, geometry) in enumerate(operator.results):
             storage = by_index[index].storage
             if storage in self.bytes and not storage.material:
                 self._fill(storage, results[position], geometry)
         super()._run(tensor, need, recompute=recompute)
-        # The core counts what was expected; what it took is what people are told.
+        # The core added the expected cost; report the measured one.
         self.remat_compute += taken - operator.cost
         spent = self.remat_compute - self._remat_compute_at_restore
-        # Nanoseconds of recomputation that are too few to judge by.
+        # At least 50 ms of recomputation, to be robust against noise.
         if spent > self.limit * max(self.base_compute, 50_000_000):
-            # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
+            # Immediately, because recomputing one value can take very long; `tidy` does the rest.
             self.gave_up, self.budget = True, math.inf
-            self.reason = "more was recomputed than is worth it"
+            self.reason = "recomputation took too long"
 
     def _run_siblings(self, tensor: Node) -> list[Storage]:
-        # Results that were forgotten are computed for nothing, as those that are in memory.
+        # Forgotten results are discarded, like results that are in memory.
         forgotten = [sibling for sibling in tensor.siblings if sibling.storage not in self.bytes]
         for sibling in forgotten:
             sibling.defined = True
@@ -391,7 +392,10 @@ class LiveCore(EvictionCore):
 
     def _rerun_operator(self, operator: OnlineOperator) -> Any:
         if operator.run is None:
-            raise RematError(f"{operator.name} cannot be run again, but its result was evicted")
+            raise RematError(
+                f"the result of {operator.name} was evicted but cannot be recomputed",
+                code="remat.not_recomputable",
+            )
         args = map_nested(operator.args, self._view_argument, OnlineArgument)
         kwargs = {
             name: map_nested(value, self._view_argument, OnlineArgument)
@@ -431,7 +435,7 @@ class LiveCore(EvictionCore):
         self.copy_time += perf_counter_ns() - began
 
     def restore_all(self) -> None:
-        """Bring back whatever somebody still has, whatever it takes; from here on nothing is evicted."""
+        """Recompute every live storage and stop evicting."""
         self.free_dead_storages()
         self.budget, self._remat_compute_at_restore, self.settled = (
             self._requested_budget,
@@ -440,8 +444,8 @@ class LiveCore(EvictionCore):
         )
         self.strict = False
         failed: BaseException | None = None
-        # The oldest first: then whatever a later one is made from is there, or was nobody's. What
-        # was nobody's still comes and goes within the budget.
+        # Oldest first: then the inputs of later ones are in memory or dead. Dead inputs are
+        # recomputed and evicted within the budget.
         nodes = sorted(self.latest.values(), key=lambda node: node.storage.number)
         for node in nodes:
             if node.defined:
@@ -465,13 +469,15 @@ class LiveCore(EvictionCore):
             self._evict(storage)
         if failed is not None:
             raise RematError(
-                f"a tensor could not be made again; it now holds not-a-number: {failed!s}",
-                fix="use mode='planned', or no budget, for this model",
+                "a tensor could not be recomputed; it is now filled with NaN",
+                code="remat.restore_failed",
+                found=str(failed),
+                fix="Use mode='planned', or no budget, for this model.",
             ) from failed
 
 
 def _poison(place: StorageBytes, *, always: bool = False) -> None:
-    """Never leave a storage empty, reading it would end the process; 255s are not-a-number."""
+    """Fill a storage with 255 (NaN): reading an empty one would crash the process."""
     actual = place.ref()
     if actual is not None and (always or actual.nbytes() < place.nbytes):
         actual.resize_(place.nbytes)

@@ -1,9 +1,9 @@
-"""The dispatch mode: every operator passes here, and finds its arguments in memory.
+"""Online eviction: a dispatch mode that brings every operator's arguments into memory.
 
-Only plain tensors of floating-point or complex numbers are evicted. Integers and booleans (lengths,
+Only plain floating-point or complex tensors are evicted. Integers and booleans (lengths,
 indices, offsets, batch sizes), tensors of a few bytes, tensor subclasses and the parts of sparse and
-nested tensors stay: host code of operators reads them without passing the dispatcher. Ways to a tensor's
-bytes that pass no operator, such as `.numpy()`, bring the bytes back first (`_guards.py`).
+nested tensors stay: host code of operators reads them without passing the dispatcher. Accesses to a
+tensor's bytes without an operator, such as `.numpy()`, bring the bytes back first (`_guards.py`).
 """
 
 from __future__ import annotations
@@ -58,54 +58,53 @@ if TYPE_CHECKING:
     from gradkeep.remat.simulator._heuristics import PoolSample
 
 _METADATA_VIEWS = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
-"""Views that look at no byte and at no bound of their argument's storage."""
+"""Views that read neither bytes nor bounds of their argument's storage."""
 _EVICTABLE_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _LOGGER = logging.getLogger("gradkeep.remat")
 
 
 class Pace:
-    """What the first operators take alone, and with everything that is done around them."""
+    """Time of the first operators, with and without the work of the runtime."""
 
     def __init__(self) -> None:
         self._seen = self._whole = self._alone = 0
 
     def add_sample(self, whole: int, alone: int) -> bool:
-        """Note one operator, in nanoseconds of its thread; whether enough have been seen."""
+        """Add one operator, in nanoseconds of its thread; return True when there are enough."""
         if alone <= 0:
             return False  # a view: nothing ran
         self._seen += 1
-        # At the first sixteen it is looked up what operators are. Sums, not medians: many small
-        # operators do no harm beside a few large ones.
+        # The first sixteen fill caches. Sums, not medians: many small operators do not matter
+        # next to a few large ones.
         if self._seen > 16:
             self._whole += whole
             self._alone += alone
         return self._seen >= 48
 
     def warning(self) -> str | None:
-        """Warn once and early if this step needs a plan."""
+        """Return a warning if this step should be planned instead."""
         whole, alone = self._whole / 32, self._alone / 32
-        # Times the plain time, before anything is evicted; at .8 of the peak it is three to ten
-        # times as much.
+        # Slowdown before anything is evicted; at 0.8 of the peak it is three to ten times larger.
         if whole < 3.0 * alone:
             return None
         message = (
-            f"operators of this step take about {alone / 1e3:.0f} us each, and deciding about each "
-            f"takes {(whole - alone) / 1e3:.0f} us more: expect {whole / alone:.0f} times the plain "
-            "time while nothing is evicted, and several times that in a tight budget; mode='planned' "
-            "of gradkeep.memory_budget decides once, before, and adds microseconds per saved tensor"
+            f"operators of this step take about {alone / 1e3:.0f} us each, and the online runtime adds "
+            f"{(whole - alone) / 1e3:.0f} us: expect {whole / alone:.0f} times the plain time while "
+            "nothing is evicted, and several times that in a tight budget; mode='planned' of "
+            "gradkeep.memory_budget plans beforehand and adds microseconds per saved tensor"
         )
         _LOGGER.warning(message)
         return message
 
 
 class OnlineRuntime(OperatorWatcher):
-    """Keeps the live bytes of what runs inside `with` within a budget, deciding as it goes.
+    """Keep the live bytes of everything inside `with` within a budget, deciding online.
 
-    Made for models whose steps differ each time. Each operator costs tens of microseconds more, so it
-    pays where operators take half a millisecond or longer. Leaving it brings back everything that is
-    still referred to, with the budget off, also when an exception passes. Entered again, for the
-    next step, it knows how much its operators take.
+    For models whose steps differ each time. Each operator takes tens of microseconds longer, so it
+    pays off if operators take half a millisecond or more. Leaving it restores everything that is
+    still referenced, without the budget, also after an exception. Entered again for the
+    next step, it reuses the known sizes of its operators.
 
     >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)]), torch.ones(4, 8)
     >>> with OnlineRuntime(1200) as online:
@@ -128,20 +127,20 @@ class OnlineRuntime(OperatorWatcher):
         self.heuristic, self.limit = heuristic, limit
         self._sample = sample
         self.strict = strict
-        """Raise where nothing is left to evict, and warn when evicting is given up."""
+        """Raise if no storage can be evicted, and warn when eviction stops."""
         self.live = self._new_core()
-        # Threads that are begun inside run inside: one operator at a time.
+        # Threads started inside also run inside: one operator at a time.
         self._lock = threading.RLock()
         self._on = False
         self._sizes: dict[Any, int] = {}
-        """Bytes that an operator asks for, by what it is given; known once it has run."""
+        """Bytes of an operator's results by its arguments, known once it has run."""
         self.slow: str | None = None
-        """Why a plan is better here, if operators are so small that deciding takes most of the time."""
+        """Warning that operators are so small that a plan would be better."""
         self._hooks: list[Any] = []
         self._parameters: set[int] = set()
         self._operators = self._pinned = 0
         self._last_nanoseconds = 0
-        # By this thread's own clock: waiting for a core or another thread is nobody's pace.
+        # Thread time excludes waiting for a core or another thread.
         self._operator_time = self._prediction_time = 0
         self._pace: Pace | None = Pace()
 
@@ -155,7 +154,7 @@ class OnlineRuntime(OperatorWatcher):
         )
 
     def __enter__(self) -> Self:
-        # Parameters take their bytes from the beginning, not from when an operator reads them.
+        # Parameters count from the beginning, not from their first use.
         constants = [storage for ref in self.live.constants() if (storage := ref()) is not None]
         self.live = self._new_core()
         while constants:
@@ -185,12 +184,12 @@ class OnlineRuntime(OperatorWatcher):
             remove_guards(self)
 
     def limit_to(self, budget: float) -> None:
-        """Another budget from now on."""
+        """Change the budget."""
         self.budget = budget
         self.live.limit_to(budget)
 
     def report(self) -> OnlineReport:
-        """What happened since it was last entered."""
+        """Report on everything since it was last entered."""
         live = self.live
         return OnlineReport(
             budget=self.budget,
@@ -222,17 +221,17 @@ class OnlineRuntime(OperatorWatcher):
 
     def pin(self, tensor: Tensor) -> None:
         """Never evict a tensor."""
-        # What it takes to bring it back is nobody else's: a recorder may lie upon this mode.
+        # Hide recomputation from a recorder on top of this mode.
         with self._lock, _disable_current_modes():
             for storage in find_storages(tensor):
                 self.live.keep(self.live.node_on(storage))
 
     def has_seen(self, leaves: set[int]) -> bool:
-        """Whether an operator was given one of these leaves, by id."""
+        """Return True if an operator has read one of these leaves, by id."""
         return not self._parameters.isdisjoint(leaves)
 
     def stop_evicting(self, reason: str) -> None:
-        """Bring everything back and evict nothing any more until it is entered again."""
+        """Restore everything, and evict nothing until it is entered again."""
         with self._lock, _disable_current_modes():
             if not self.live.gave_up:
                 self.live.gave_up, self.live.reason = True, reason
@@ -242,23 +241,23 @@ class OnlineRuntime(OperatorWatcher):
     def _warn_if_strict(self) -> None:
         if self.strict:
             warnings.warn(
-                f"memory budget: evicting is given up, so the budget of "
+                f"memory budget: eviction stopped, so the budget of "
                 f"{format_bytes(int(self.budget))} no longer holds: {self.live.reason}; raise the budget",
                 BudgetWarning,
                 stacklevel=3,
             )
 
     def bytes_of(self, storage: torch.UntypedStorage) -> int:
-        """The bytes of a storage, be it in memory or not."""
+        """Return the bytes of a storage, in memory or evicted."""
         node = self.live.latest.get(id(storage))
         return storage.nbytes() if node is None else self.live.bytes[node.storage].nbytes
 
     def last_nanoseconds(self) -> int:
-        """Nanoseconds that the last operator took by itself."""
+        """Return the time of the last operator without the runtime's own work."""
         return self._last_nanoseconds
 
     def bring_back(self, tensor: Tensor) -> None:
-        """Make sure that a tensor's bytes are in memory."""
+        """Bring a tensor's bytes into memory."""
         node = self.live.latest.get(id(tensor.untyped_storage()))
         if node is None or (node.defined and self.live.bytes[node.storage].evicted_hash is None):
             return
@@ -321,7 +320,7 @@ class OnlineRuntime(OperatorWatcher):
             self._tidy()
 
     def _keep_metadata(self, tensors: list[Tensor]) -> None:
-        """Never evict what host code may read without an operator."""
+        """Pin tensors that host code may read without an operator."""
         for tensor in tensors:
             if not _is_evictable(tensor) and has_storage(tensor):
                 node = self.live.node_of(tensor)
@@ -340,15 +339,14 @@ class OnlineRuntime(OperatorWatcher):
         written: list[Tensor],
     ) -> Any:
         live = self.live
-        # Before it runs: afterwards a tensor may show another storage, as `set_` does.
+        # Before it runs, because `set_` changes the storage of a tensor.
         changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
         random = torch.Tag.nondeterministic_seeded in func.tags
         key = (func, tuple((tensor.shape, tensor.dtype) for tensor in inputs))
         need = self._sizes.get(key)
         if need is None:
             largest = max((tensor.nbytes for tensor in inputs), default=0)
-            # Where there is ample room, nobody has to know.
-            # Times the largest argument: few operators give more than that.
+            # Predict only if memory is tight: few results exceed 8 times the largest argument.
             tight = not written and live.memory + 8 * largest > self.budget
             began = thread_time_ns()
             need = (
@@ -366,7 +364,7 @@ class OnlineRuntime(OperatorWatcher):
         self._last_nanoseconds = cost = perf_counter_ns() - began
         results = find_tensors(out)
         if not all(map(has_storage, results)):
-            # A sparse or nested tensor holds its parts, and shows none of them to the dispatcher.
+            # The parts of a sparse or nested tensor are invisible to the dispatcher.
             for node in nodes:
                 live.keep(node)
             self._keep_parts(results)
@@ -390,7 +388,7 @@ class OnlineRuntime(OperatorWatcher):
         return out
 
     def _find_new_results(self, results: list[Tensor]) -> list[tuple[int, Tensor]]:
-        """The results with a storage of their own; of several that share one, the largest."""
+        """Return the results with new storages; of several that share one, the largest."""
         largest: dict[int, tuple[int, Tensor]] = {}
         for position, result in enumerate(results):
             number = id(result.untyped_storage())
@@ -408,7 +406,7 @@ class OnlineRuntime(OperatorWatcher):
         nodes: list[Node],
         changed: list[Storage],
     ) -> list[Node]:
-        """Tell the core of an operator and its new storages; what cannot be made again stays."""
+        """Add an operator and its new storages to the core; pin results that cannot be recomputed."""
         storages = [result.untyped_storage() for _, result in fresh]
         by_storage = [node.storage for node in nodes]
         operator = dataclasses.replace(
@@ -436,9 +434,9 @@ class OnlineRuntime(OperatorWatcher):
         nodes: list[Node],
         changed: list[Storage],
     ) -> None:
-        """Batch normalization: its statistics stay, and with them its result is made again."""
+        """Add batch normalization: pin its statistics, and recompute its result from them."""
         rest = [(at, result) for at, result in fresh if at > 0]
-        # After what is new come the running statistics, which it changed.
+        # New results come first, then the running statistics that it changed.
         statistics = self._declare_operator(
             first_run, OperatorRerun(None, (), ()), rest, nodes, changed
         )
@@ -473,7 +471,7 @@ class OnlineRuntime(OperatorWatcher):
         return build_rerun(func, arguments, named, results, in_place=written)
 
     def _watch_gradients(self, inputs: list[Tensor]) -> None:
-        """Gradients are pinned as soon as they are there: they would be evicted for nothing."""
+        """Pin gradients as soon as they exist: evicting them would not pay off."""
         for tensor in inputs:
             if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._parameters:
                 self._parameters.add(id(tensor))
@@ -492,7 +490,7 @@ class OnlineRuntime(OperatorWatcher):
         inputs: list[Tensor],
         written: list[Tensor],
     ) -> Any:
-        """Run an operator on sparse, nested or wrapping tensors: all that it is given stays."""
+        """Run an operator on sparse, nested or wrapper tensors, and pin their storages."""
         live = self.live
         for tensor in written:
             live.prepare_overwrite(live.node_of(tensor))
@@ -512,7 +510,7 @@ class OnlineRuntime(OperatorWatcher):
 
 
 def _is_evictable(tensor: Tensor) -> bool:
-    """Whether only operators read this tensor: plain floating-point numbers, and enough of them."""
+    """Return True if only operators read this tensor: plain floating point of more than 8 bytes."""
     dtype = tensor.dtype
     return (
         (dtype.is_floating_point or dtype.is_complex)
@@ -522,7 +520,7 @@ def _is_evictable(tensor: Tensor) -> bool:
 
 
 def _covers_storage(result: Tensor) -> bool:
-    """Whether a result shows every byte of its storage."""
+    """Return True if a result covers every byte of its storage."""
     return result.numel() * result.element_size() == result.untyped_storage().nbytes()
 
 
@@ -533,27 +531,27 @@ class OnlineReport:
     budget: float
     """Bytes."""
     peak: int
-    """The most bytes alive at once."""
+    """Largest number of bytes alive at once."""
     over: int
-    """By how much the peak was above the budget, because nothing was left to evict."""
+    """Bytes of the peak above the budget, because no storage could be evicted."""
     operators: int
     evictions: int
     rematerializations: int
     pinned: int
-    """Storages that could not be made again, or that others need as they are."""
+    """Storages that cannot be recomputed or must stay in memory."""
     base_seconds: float
-    """Running every operator once."""
+    """Time of running every operator once."""
     remat_seconds: float
-    """Running operators again."""
+    """Time of recomputation."""
     search_seconds: float
-    """Choosing what to evict."""
+    """Time of choosing storages to evict."""
     copy_seconds: float
-    """Putting values back where they belong."""
+    """Time of copying recomputed values into their storages."""
     gave_up: bool
-    """From some operator on nothing was evicted, for the `reason`."""
+    """Eviction stopped at some operator, for the `reason`."""
     reason: str = ""
     exhausted: bool = False
-    """Nothing was left to evict where room was needed: the simulator calls that out of memory."""
+    """No storage could be evicted although room was needed: out of memory in the simulator."""
 
     def __str__(self) -> str:
         limit = (
@@ -565,7 +563,7 @@ class OnlineReport:
             f"{self.remat_seconds / max(self.base_seconds, 1e-9):.1%} of the time of the rest"
         )
         if self.gave_up:
-            return f"{lines}; gave up: {self.reason}"
+            return f"{lines}; eviction stopped: {self.reason}"
         if self.over:
-            return f"{lines}; {format_bytes(self.over)} over, as nothing was left to evict"
+            return f"{lines}; {format_bytes(self.over)} over, because no storage could be evicted"
         return lines

@@ -1,7 +1,7 @@
-"""What a plan costs and how many bytes it takes, event by event, without running anything.
+"""Predict the cost and the memory of a plan, event by event, without running anything.
 
-The same pass gives the programs: at which request which operators run again, what they leave for
-later requests, and until when their sources are held. So a run does what was simulated.
+The same pass gives the rebuild programs: which operators run again at which request, what they retain for
+later requests, and until when their sources are held. So a run does exactly what was predicted.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class DropCandidate:
     value: int
     size: int
     first_pack: int
-    """The event after which it may go, as far as autograd is concerned."""
+    """Event after which autograd allows dropping it."""
     free_from: int
-    """The event from which on its bytes are free if it is dropped."""
+    """First event at which its bytes are free if it is dropped."""
     requests: tuple[int, ...]
-    """Positions in the order of asking."""
+    """Positions in the order of requests."""
     cost: float
-    """Seconds to make it again if every other saved value is there."""
+    """Seconds to recompute it if every other saved value is in memory."""
     recipe: frozenset[int]
-    """The operators that do."""
+    """Operators that recompute it."""
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A trace with everything that evaluating a plan needs, looked up once."""
+    """A trace with everything needed to evaluate plans."""
 
     trace: StepTrace
     candidates: tuple[DropCandidate, ...]
     saved: dict[int, int]
-    """Values that autograd saves and that stay as they are, with the event of their first pack."""
+    """Saved values that are never overwritten, with the event of their first pack."""
     random_state: dict[int, int]
-    """Random operators that can run again, with the slot before which the generator's state counts."""
+    """Random operators that can run again, with the slot at which the generator's state is taken."""
     known: dict[int, int]
-    """For each candidate's value: the event at which all its sources have been saved."""
+    """Per candidate value: the event at which all its sources have been saved."""
     levels: list[int] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
     """Bytes of the storage of each value."""
@@ -59,12 +59,12 @@ class PlanningProblem:
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at once if nothing is dropped."""
+        """Largest number of bytes alive at once if nothing is dropped."""
         return max(self.levels, default=0)
 
 
 def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
-    """Find the candidates."""
+    """Find the candidates of a trace."""
     saved: dict[int, int] = {}
     slots_of: dict[int, list[int]] = {}
     versions: dict[int, set[int]] = {}
@@ -76,14 +76,14 @@ def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     for at, number in enumerate(trace.order):
         requests.setdefault(trace.slots[number].value, []).append(at)
     random_state = _random_states(trace)
-    # Of a saved tensor whose storage is written to later only its own part is what it was: what
-    # else the storage held is gone, so nothing is made from it.
+    # If a saved tensor's storage is written to later, the rest of the storage is lost, so nothing
+    # is recomputed from it.
     written = {
         value
         for operation in trace.operations[: trace.lengths.operations]
         for value in operation.overwrites
     }
-    # Nor is anything made from what has another size each time.
+    # Nothing is recomputed from tensors whose size varies.
     written |= {slot.value for slot in trace.slots if slot.varies}
     intact = {value: event for value, event in saved.items() if value not in written}
     lasting = {value: source for value, source in trace.sources.items() if value not in written}
@@ -104,13 +104,13 @@ def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         if any(trace.slots[number].varies for number in slots_of[value]):
             continue
         recipe, starts = _find_recipe(trace, intact, value)
-        # Before all it is made from has been saved, it cannot be let go.
+        # It cannot be dropped before all its sources are saved.
         known[value] = max([pack, *(intact.get(start, 0) for start in starts)])
         free_from = max(stored.natural, known[value] + 1)
         own_requests = requests.get(value, [])
         first = trace.request_events[own_requests[0]] if own_requests else stored.death
         if free_from >= min(first, stored.death):
-            continue  # whoever holds it holds it until it is asked for: nothing to gain
+            continue  # something else holds it until it is requested: nothing to gain
         cost = sum(costs[number] for number in recipe)
         candidates.append(
             DropCandidate(value, stored.size, pack, free_from, tuple(own_requests), cost, recipe)
@@ -121,18 +121,17 @@ def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
 
 
 def _estimate_rerun_seconds(operation: TracedOperation) -> float:
-    """What it costs to run an operator once more, long after it ran first."""
+    """Estimate the seconds of running an operator again, long after its first run."""
     shown = [arg.geometry for arg in operation.args if isinstance(arg, TensorRef)]
     shown += [result.geometry for result in operation.makes]
     touched = sum(math.prod(geometry.size) * geometry.dtype.itemsize for geometry in shown)
-    # What running one operator again costs beside the operator: its arguments are put together.
-    # What every byte that it reads or makes costs more than in the recorded step: there it was
-    # fresh in the cache. The time of small element-wise operators doubles by that.
+    # 15 us to build its arguments, and 0.04 ns for every byte that it reads or writes: in the
+    # recorded step they were in the cache. This doubles the time of small element-wise operators.
     return operation.cost + 15e-6 + 4e-11 * touched
 
 
 def _random_states(trace: StepTrace) -> dict[int, int]:
-    """A state taken at a pack holds for the first random operator after it, and for no other."""
+    """Map random operators to slots: a state taken at a pack is valid for the next random operator only."""
     slots: dict[int, int] = {}
     slot: int | None = None
     fresh = False
@@ -149,7 +148,7 @@ def _random_states(trace: StepTrace) -> dict[int, int]:
 def _find_makeable(
     trace: StepTrace, saved: dict[int, int], random_state: dict[int, int]
 ) -> set[int]:
-    """The values whose operators can be run again; makers come before readers."""
+    """Find the values that can be recomputed; makers come before readers."""
     makeable: set[int] = set()
     for number, value in enumerate(trace.values):
         operation = None if value.maker is None else trace.operations[value.maker]
@@ -157,7 +156,7 @@ def _find_makeable(
             continue
         if operation.random and value.maker not in random_state:
             continue
-        # What is overwritten must be a value of our own, made for this.
+        # An overwritten value must itself be recomputed.
         missing = operation.reads - saved.keys() - trace.sources.keys()
         if makeable.issuperset(operation.overwrites) and makeable.issuperset(missing):
             makeable.add(number)
@@ -167,7 +166,7 @@ def _find_makeable(
 def _find_recipe(
     trace: StepTrace, saved: dict[int, int], value: int
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The operators that make a value, and the saved values and constants that they start from."""
+    """Return the operators that recompute a value, and the saved values and constants that they start from."""
     operations: set[int] = set()
     starts: set[int] = set()
     stack = [(value, True)]
@@ -186,45 +185,46 @@ def _find_recipe(
 
 
 class Treatment(IntEnum):
-    """What happens to a saved value."""
+    """Treatment of a saved value."""
 
     KEEP = 0
     DROP = 1
-    """Make it again at the first request, and keep it until the last."""
+    """Recompute it at the first request, and keep it until the last."""
     REPEAT = 2
-    """Make it again at every request; nothing is kept on the way."""
+    """Recompute it at every request; retain no intermediate values."""
     JOINT = 3
-    """As DROP, but made as soon as an operator that it needs runs for another value."""
+    """As DROP, but recomputed as soon as an operator that it needs runs for another value."""
     LATE = 4
-    """As DROP near its last request, as AGAIN before: what an early rebuild makes on the way, as the
-    encoder of a U-Net for its decoder, does not stay until the end."""
+    """As DROP near its last request, as REPEAT before: intermediate values of an early rebuild, such as
+    the encoder of a U-Net for its decoder, do not stay until the end.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """The work at one request."""
+    """Operators to run at one request."""
 
     at: int
-    """Position in the order of asking."""
+    """Position in the order of requests."""
     value: int
     operations: tuple[int, ...]
     sources: frozenset[int]
-    """Values that must be there."""
+    """Values that must be in memory."""
     retained: frozenset[int]
-    """Made values that stay for later requests."""
+    """Recomputed values that stay for later requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanEvaluation:
-    """A plan's price."""
+    """Predicted cost of a plan."""
 
     seconds: float
     peak: int
     peak_event: int
-    """The event of the peak."""
+    """Event of the peak."""
     rebuilds: tuple[Rebuild, ...]
     last_use: dict[int, int]
-    """For sources: the last position in the order of asking at which a rebuild needs them."""
+    """Last position in the order of requests at which a rebuild needs each source."""
     levels: np.ndarray[Any, np.dtype[np.int64]]
     """Bytes alive at each event."""
 
@@ -234,20 +234,20 @@ class PlanEvaluation:
 
 
 class _CachedRebuild(NamedTuple):
-    """A rebuild, and what it was found for: the codes of the candidates that were looked at."""
+    """A rebuild with the codes of the candidates that it depends on."""
 
     conditions: tuple[tuple[int, int], ...]
     rebuild: Rebuild
     seconds: float
     change: tuple[tuple[int, int], ...]
     burst: tuple[int, int]
-    """Bytes that are taken at an event, beyond what stays."""
+    """Event, and bytes taken at it beyond what stays."""
     present: tuple[int, ...]
-    """Candidates that are kept for later requests."""
+    """Candidates retained for later requests."""
 
 
 class PlanEvaluator:
-    """Evaluates many plans of one problem; a plan is a state per candidate."""
+    """Evaluate many plans of one problem; a plan is a state per candidate."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
@@ -267,7 +267,7 @@ class PlanEvaluator:
             count_temporary_bytes(operation.args) if operation.first_result else 0
             for operation in trace.operations
         ]
-        """Bytes that running an operator again takes for as long as it runs."""
+        """Bytes that an operator allocates only while it runs again."""
         self._cost = problem.costs
         self._asks = sorted(
             (at, index) for index, c in enumerate(problem.candidates) for at in c.requests
@@ -279,26 +279,26 @@ class PlanEvaluator:
             )
             for c in problem.candidates
         ]
-        """What dropping each candidate frees, until it is made again."""
+        """Bytes that dropping each candidate frees until it is recomputed."""
         needed: dict[int, list[int]] = {}
         for index, candidate in enumerate(problem.candidates):
             for number in candidate.recipe:
                 needed.setdefault(number, []).append(index)
         self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
-        """Per operator the candidates that need it, if several do."""
-        # The last request is near if it comes within this part of all requests.
+        """Candidates that need each operator, if several do."""
+        # The last request is near if it comes within an eighth of all requests.
         self._near_requests = len(trace.order) // 8
         self._cached: dict[int, list[_CachedRebuild]] = {}
         self.work = 0
-        """Operators in all rebuilds that had to be worked out so far."""
+        """Operators in all rebuilds computed so far."""
         self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
-        """Values that are at hand unless dropped, from an event on."""
+        """Values available unless dropped, with the event from which they are."""
 
     def __call__(self, states: Sequence[int]) -> PlanEvaluation:
-        """Go through the requests in order."""
+        """Evaluate a plan by walking through the requests in order."""
         problem, trace = self.problem, self.problem.trace
         candidates, request_events = problem.candidates, trace.request_events
-        # Per candidate: twice its state, plus one while it is made again and kept.
+        # Per candidate: twice its state, plus one while it is recomputed and retained.
         codes = [2 * state for state in states]
         change: list[tuple[int, int]] = []
         bursts: list[tuple[int, int]] = []
@@ -346,7 +346,7 @@ class PlanEvaluator:
         return PlanEvaluation(seconds, peak, peak_event, tuple(rebuilds), last_use, levels)
 
     def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
-        """The work at a request; many plans agree on it, so it is looked up first."""
+        """Return the rebuild at a request, from the cache if possible: many plans share it."""
         entries = self._cached.setdefault(at, [])
         for entry in entries:
             for index, code in entry.conditions:
@@ -356,12 +356,12 @@ class PlanEvaluator:
                 return entry
         entry = self._build(value, at, codes)
         entries.append(entry)
-        if len(entries) > 20:  # more are seldom met again
+        if len(entries) > 20:  # more are seldom reused
             del entries[0]
         return entry
 
     def _build(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
-        """The operators that bring a value back, their cost, and the bytes they take on the way."""
+        """Find the operators that recompute a value, their cost and the bytes they take."""
         trace, candidates = self.problem.trace, self.problem.candidates
         event = trace.request_events[at]
         index, ready, maker = self._index, self._ready, self._maker
@@ -374,7 +374,7 @@ class PlanEvaluator:
         news: list[int] = []
         while stack or news:
             if not stack:
-                # Whoever needs what was just made, and will be asked for, is made along.
+                # Also recompute joint candidates that share the operator and are requested later.
                 for other in self._sharing[news.pop()]:
                     conditions[other] = codes[other]
                     mate = candidates[other]
@@ -433,7 +433,7 @@ class PlanEvaluator:
             candidate = candidates[index[value]]
             end = trace.freed[at]
             if at == candidate.requests[-1]:
-                # Whoever asks last may pass it on.
+                # The last reader may return it as a gradient.
                 end = max(end, trace.storages[self._storage[value]].death)
             change += [(event, candidate.size), (end, -candidate.size)]
             arrived += candidate.size
@@ -448,7 +448,7 @@ class PlanEvaluator:
         )
 
     def _burst(self, order: Sequence[int], stay: set[int]) -> int:
-        """The most bytes that these operators take at once, what stays included."""
+        """Return the largest number of bytes that these operators take at once, retained values included."""
         last: dict[int, int] = {}
         for number in order:
             for read in self._reads[number]:

@@ -1,4 +1,4 @@
-"""Recordings become plans: the planner of a budget, and when it leaves steps to the online runtime."""
+"""The planner of a budget: turn recordings into plans, and switch to the online runtime if that fails."""
 
 from __future__ import annotations
 
@@ -37,59 +37,59 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "planned", "online"]
 
 _MAX_RECORDINGS = 9
-"""Of one kind of step that never does the same twice, or until a plan that was left is met again."""
+"""Recordings of one kind of step that never repeats, or until a doubtful plan is forgotten."""
 _REPEAT_FIX = (
-    "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
-    "to step, or ask for mode='online'"
+    "plans need steps that repeat: keep shapes, operators and saved tensors the same from step to step, "
+    "or use mode='online'"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings:
-    """What the user asked for."""
+    """Options of `memory_budget`."""
 
     budget: int | float
     """Bytes, or a fraction of the recorded peak."""
     seed: int = 0
     min_size: int | None = None
-    """Smaller storages are never dropped; None: a two-thousandth of the peak."""
+    """Smaller storages are never dropped; None: 1/2000 of the peak."""
     recordings: int = 3
     effort: float = 1.0
-    """How long to search for plans."""
+    """Scales the search for plans."""
     mode: Mode = "auto"
     heuristic: str = "dtr-eq"
-    """What the online runtime evicts."""
+    """Eviction heuristic of the online runtime."""
     check: Check = "full"
 
     def bytes_of(self, peak: int) -> int:
-        """The budget in bytes, given the peak."""
+        """Return the budget in bytes."""
         return int(self.budget * peak) if isinstance(self.budget, float) else self.budget
 
     def smallest(self, peak: int) -> int:
-        """The least size that is worth dropping."""
+        """Return the smallest size worth dropping."""
         return max(1, peak // 2000) if self.min_size is None else self.min_size
 
 
 @dataclass(slots=True, eq=False)
 class StepCounts:
-    """Steps so far, by what happened to them."""
+    """Number of steps by outcome."""
 
     recorded: int = 0
     planned: int = 0
     unplanned: int = 0
-    """Kept everything, because no plan fitted or one was left on the way."""
+    """Kept everything, because no plan matched or the step left its plan."""
     undone: int = 0
     online: int = 0
-    """Left to the online runtime."""
+    """Ran in the online runtime."""
     recomputed: float = 0.0
-    """Seconds spent on making values again, in steps that followed a plan."""
+    """Seconds of recomputation in steps that followed a plan."""
     busy: float = 0.0
-    """Seconds from the first saved tensor to the last request in these."""
+    """Seconds from the first saved tensor to the last request in these steps."""
     reasons: list[str] = field(default_factory=list)
 
 
 class StepPlanner:
-    """Recordings become plans here."""
+    """Collects recordings and makes plans from them."""
 
     def __init__(self, settings: BudgetSettings) -> None:
         self.settings = settings
@@ -99,26 +99,26 @@ class StepPlanner:
         self.saved: dict[str, SavedPlan] = {}
         self.last: StepPlan | None = None
         self.repeatable = False
-        """Steps can be run again by us, so gradients that are there before may be copied."""
+        """Steps are repeated automatically, so existing gradients may be copied."""
         self.online_fallback = OnlineFallback(settings)
         self._warned: set[str] = set()
-        """What was warned of already."""
+        """Warnings already shown."""
         self._forgotten = 0
         self._hopeless: list[StepSignature] = []
         self._states = OptimizerStates()
         self._stopped = False
         """Steps never repeat: nothing is recorded any more."""
         self._begun: dict[Any, int] = {}
-        """Recordings of each kind, as far as it can be told when the first tensor is saved."""
+        """Number of recordings by what is known when the first tensor is saved."""
 
     @property
     def needs_recording(self) -> bool:
-        """Whether the next step should be recorded from its very beginning."""
+        """Return True if the next step should be recorded from its beginning."""
         unknown = not self.plans and not self._hopeless and not self._stopped
         return unknown or any(plan.doubtful for plan in self.plans)
 
     def needs_batch_recording(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
-        """Whether a step of which nothing is saved yet should be recorded; None: no module ran yet."""
+        """Return True if a step without saved tensors should be recorded; a batch of None means no module ran."""
         planned = [plan.kind for plan in self.plans if not plan.doubtful]
         known = (*planned, *self._hopeless)
         return not self._stopped and not any(kind.may_match(inputs, batch) for kind in known)
@@ -126,7 +126,7 @@ class StepPlanner:
     def plans_for(
         self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
     ) -> list[StepPlan]:
-        """The plans for a step whose first saved tensor this is, the latest first."""
+        """Return the plans that match a step's first saved tensor, latest first."""
         return [
             plan
             for plan in reversed(self.plans)
@@ -136,15 +136,15 @@ class StepPlanner:
     def is_worth_recording(
         self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
     ) -> bool:
-        """Whether another recording of such a step may lead to a plan."""
+        """Return True if another recording of such a step may lead to a plan."""
         return not self._stopped and not any(
             kind.matches_first_tensor(tensor, inputs, batch) for kind in self._hopeless
         )
 
-    def cloning(self, recording: StepRecorder, tensor: Tensor, batch: Shapes = ()) -> bool:
-        """Whether a recording that has come to its first saved tensor should clone: every second.
+    def should_clone(self, recording: StepRecorder, tensor: Tensor, batch: Shapes = ()) -> bool:
+        """Return True if a recording should clone saved tensors: every second one.
 
-        After each four it is the other second: where two kinds of steps that begin alike take turns,
+        After every four the parity changes: if two kinds of steps that begin alike alternate,
         as in adversarial training, both are recorded both ways.
         """
         flags = recording.modules.flags()
@@ -161,11 +161,11 @@ class StepPlanner:
         return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
 
     def measure(self, meter: StepRecorder) -> int:
-        """The peak of a step that was watched, with the states of optimizers."""
+        """Return the peak of a watched step, optimizer states included."""
         return meter.finish(self._states).peak
 
     def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> None:
-        """File a finished recording."""
+        """Add a finished recording."""
         self._stop_if_steps_never_repeat()
         trace = recording.finish(self._states)
         self.online_fallback.peak = max(self.online_fallback.peak, trace.peak)
@@ -193,28 +193,27 @@ class StepPlanner:
         group.parameters = recording.modules.parameters()
 
     def _stop_if_steps_never_repeat(self) -> None:
-        """Give up to record where most recordings were of steps that never came again."""
+        """Stop recording if most recordings were of steps that never repeated."""
         useful = self.settings.recordings * len(self.plans)
         useful += sum(group.count for group in self.recorded if group.count > 1)
         wasted = self.counts.recorded - useful
-        # After so many recordings of steps that never came again most steps should follow plans,
-        # or recording stops.
+        # After 16 recordings of steps that never repeated, stop unless most steps follow plans.
         if wasted < 16 or self.counts.planned >= self.counts.recorded // 2:
             return
         self._stopped = True
         self.recorded.clear()
-        why = f"{wasted} recorded steps, no two of them alike, ran without the budget"
+        why = f"{wasted} recorded steps, all different, ran without the budget"
         self.counts.reasons.append(why)
         if self.settings.mode == "planned":
             self._warn(
                 why,
-                "steps are recorded until their batch shape has come three times: pad or bucket "
-                "batches to a few shapes, or ask for mode='online'",
+                "steps are recorded until a batch shape has occurred three times: pad or bucket "
+                "batches to a few shapes, or use mode='online'",
             )
         self._switch_to_online()
 
     def make_plans(self) -> None:
-        """Plan what has been recorded often enough; raises `BudgetError` below the floor."""
+        """Plan steps with enough recordings; raise `BudgetError` below the floor."""
         self._count_new_states()
         for group in list(self.recorded):
             trace = group.trace()
@@ -228,10 +227,10 @@ class StepPlanner:
                 if group.count >= _MAX_RECORDINGS:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
-                    why = f"the step does something else each time: {group.difference()}"
+                    why = f"the step differs each time: {group.difference()}"
                     self.counts.reasons.append(why)
                     if self.settings.mode == "planned":
-                        self._warn(f"no plan, so no budget holds: {why}", _REPEAT_FIX)
+                        self._warn(f"no plan, so the budget is not enforced: {why}", _REPEAT_FIX)
                     self._switch_to_online()
                 continue
             known = self.saved.get(compute_digest(trace)) if self.saved else None
@@ -241,7 +240,7 @@ class StepPlanner:
             self._adopt(group, trace, known)
 
     def _count_new_states(self) -> None:
-        """Plan anew what was planned before optimizers had the states that they have now."""
+        """Replan if optimizer states have grown."""
         for plan in list(self.plans):
             missing = self._states.nbytes - plan.compiled.trace.optimizer_bytes
             if missing > 0:
@@ -259,7 +258,7 @@ class StepPlanner:
         self._plan(group, problem, known)
 
     def replan(self, settings: BudgetSettings) -> StepPlanner:
-        """The same recordings with another budget."""
+        """Plan the same recordings with other settings."""
         planner = StepPlanner(settings)
         planner.saved, planner.repeatable = self.saved, self.repeatable
         for plan in self.plans:
@@ -273,7 +272,7 @@ class StepPlanner:
         settings, trace = self.settings, problem.trace
         start = time.perf_counter()
         budget = settings.bytes_of(trace.peak)
-        # Undoing a step needs copies, which count too; one that drops nothing is never undone.
+        # Undoing a step needs copies; a step that drops nothing is never undone.
         reserve = self._reserve(group)
         target = budget if trace.peak <= budget else max(1, budget - reserve)
         best = _evaluate_saved(problem, known, target) or search_plan(
@@ -285,11 +284,12 @@ class StepPlanner:
         if not best.fits:
             floor = best.evaluation.peak + reserve
             raise BudgetError(
-                "this training step cannot be done inside the budget",
+                "the training step does not fit the budget",
+                code="budget.below_floor",
                 found=f"{budget} bytes ({format_bytes(budget)})",
                 expected=f"at least the floor of {floor} bytes ({format_bytes(floor)}); "
                 f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
-                fix="raise the budget, or make the batch smaller",
+                fix="Raise the budget, or make the batch smaller.",
             )
         ready = compile_plan(problem, best.states, best.evaluation, check=settings.check)
         seconds = time.perf_counter() - start
@@ -299,7 +299,7 @@ class StepPlanner:
         self.plans.append(self.last)
 
     def _reserve(self, group: StepRecordings) -> int:
-        """Bytes of the copies of statistics, and of gradients that are there before the step."""
+        """Return the bytes of copies of buffers, and of gradients that exist before the step."""
         tensors = [tensor for reference in group.changing if (tensor := reference()) is not None]
         if self.repeatable and group.kind.gradients:
             tensors += [
@@ -308,25 +308,25 @@ class StepPlanner:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def note_peak(self, plan: StepPlan, peak: int) -> None:
-        """Note the live bytes of a step of a plan."""
+        """Record the live bytes of a planned step."""
         plan.measured_peak = max(peak, plan.measured_peak or 0)
         if peak > plan.budget:
             self._warn(
                 f"a step took {format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}: "
-                f"{format_bytes(plan.predicted_peak)} were planned, and something outside of the "
+                f"{format_bytes(plan.predicted_peak)} were planned, and something outside the "
                 "recorded step holds the rest",
-                "let go of tensors that live from step to step, such as histories of an optimizer, or "
-                "raise the budget by them",
+                "release tensors that persist across steps, such as histories of an optimizer, or "
+                "raise the budget by their size",
             )
 
     def _warn(self, what: str, remedy: str) -> None:
-        """Say once that training goes on, but not as the budget promises."""
+        """Warn once."""
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(f"memory budget: {what}; {remedy}", BudgetWarning, stacklevel=2)
 
     def note_step(self, plan: StepPlan, run: PlannedStep) -> None:
-        """Note how a step with a plan went."""
+        """Record the outcome of a planned step."""
         if run.changed is None:
             plan.runs += 1
             plan.misses = 0
@@ -342,29 +342,29 @@ class StepPlanner:
             return
         self.counts.unplanned += 1
         self._warn(
-            f"a step kept everything and may have gone over the budget: {run.changed}",
-            "steps of one kind must do the same each time; it is recorded anew if this goes on",
+            f"a step kept everything and may have exceeded the budget: {run.changed}",
+            "steps of one kind must do the same each time; it is recorded again if this continues",
         )
         plan.misses += 1
-        # After so many steps in a row that left a plan steps are recorded until one is met that
-        # follows it, or that shows that it is out of date.
+        # After two misses in a row steps are recorded until one follows the plan or proves it
+        # outdated.
         if plan.misses >= 2:
             plan.doubtful = True
 
     def note_online_step(self, online: OnlineRuntime) -> None:
-        """Note a step of the online runtime."""
+        """Record a step of the online runtime."""
         self.counts.online += 1
         report = self.online_fallback.finish_step(online)
         if report.gave_up:
-            why = f"{report.reason}, so eviction was given up"
+            why = f"{report.reason}, so eviction stopped"
         elif report.over:
-            why = "nothing was left to evict"
+            why = "no storage could be evicted"
         else:
             return
-        self._warn(f"an online step went over the budget: {why}", "raise the budget")
+        self._warn(f"an online step exceeded the budget: {why}", "raise the budget")
 
     def explain_missing_plan(self) -> str:
-        """Why there is no plan."""
+        """Return why there is no plan."""
         for group in reversed(self.recorded):
             difference = group.difference()
             if difference is not None:
@@ -376,14 +376,14 @@ class StepPlanner:
             self.online_fallback.chosen = True
             self.recorded.clear()
             why = self.counts.reasons[-1] if self.counts.reasons else "most steps were new"
-            what = "plans did not last: from here on storages are evicted online, which is experimental"
+            what = "plans did not match: from now on storages are evicted online, which is experimental"
             self.counts.reasons.append(what)
             self._warn(f"{what} and slower ({why})", _REPEAT_FIX)
 
     def forget(self, plan: StepPlan) -> None:
-        """The step has changed: record it anew, if that has not happened too often."""
+        """Remove an outdated plan so that its step is recorded again."""
         self._forgotten += 1
-        # After so many plans that did not last, the steps are taken to change for ever.
+        # After four forgotten plans, assume that steps never repeat.
         if self._forgotten >= 4:
             self._switch_to_online()
         if plan in self.plans:
@@ -391,7 +391,7 @@ class StepPlanner:
 
 
 def find_floor(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
-    """The plan with the least peak."""
+    """Find the plan with the smallest peak."""
     return search_plan(problem, 1, seed=seed, effort=effort)
 
 
@@ -423,20 +423,20 @@ def _build_signature(
 
 
 class OnlineFallback:
-    """Steps that no plan is made for."""
+    """Runs steps without a plan in the online runtime."""
 
     def __init__(self, settings: BudgetSettings) -> None:
         self._settings = settings
         self.chosen = settings.mode == "online"
-        """Whether steps are left to the online runtime."""
+        """Steps run in the online runtime."""
         self.peak = 0
-        """The most bytes that a step took without a budget, as far as it is known."""
+        """Largest known number of bytes of a step without a budget."""
         self.latest: OnlineReport | None = None
-        """What happened in the latest block."""
+        """Report on the latest block."""
         self._online: OnlineRuntime | None = None
 
     def enter(self) -> OnlineRuntime:
-        """The runtime, switched on."""
+        """Enter the runtime."""
         from gradkeep.remat.online._runtime import OnlineRuntime
 
         if self._online is None:
@@ -445,7 +445,7 @@ class OnlineFallback:
         return self._online.__enter__()
 
     def finish_step(self, online: OnlineRuntime) -> OnlineReport:
-        """A fraction is of what the first step took, which ran without a budget."""
+        """Report on a step; the first one, without a budget, gives the peak that fractions refer to."""
         if self.peak == 0:
             self.peak = online.live.peak
             online.reset_peak()
@@ -454,7 +454,7 @@ class OnlineFallback:
         return self.latest
 
     def exit(self, online: OnlineRuntime, error: BaseException | None) -> None:
-        """Switch it off; everything is brought back."""
+        """Exit the runtime; everything is restored."""
         online.__exit__(None if error is None else type(error), error, None)
         self.latest = online.report()
 

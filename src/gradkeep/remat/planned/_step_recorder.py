@@ -1,9 +1,8 @@
-"""Record one training step: every operator, what autograd saves and asks for, who dies when.
+"""Record one training step: operators, saved tensors, requests and storage lifetimes.
 
-A dispatch mode shows the operators, saved-tensor hooks the rest. In a cloning recording autograd
-gets copies, so that the originals die when Python lets go of them: what dropping them would free.
-Every operator runs twice and is compared, which is how it is known that running it again gives the
-same bits.
+A dispatch mode sees the operators, saved-tensor hooks the rest. In a cloning recording autograd
+gets copies, so that the originals die when Python releases them: that is what dropping them would free.
+Every operator runs twice and is compared, to verify that running it again gives the same bits.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
-    """Whether any of them has a gradient."""
+    """Return True if any of them has a gradient."""
     return any((p := reference()) is not None and p.grad is not None for reference in parameters)
 
 
 @dataclass(slots=True, eq=False)
 class _AliveStorage:
-    """A storage while it is alive."""
+    """A live storage."""
 
     number: int
     value: int
@@ -76,7 +75,7 @@ class _AliveStorage:
 
 
 class KeptTensor:
-    """What autograd holds in place of a saved tensor that stays."""
+    """Handle that autograd holds in place of a kept tensor."""
 
     __slots__ = ("__weakref__", "slot", "step", "tensor", "version")
 
@@ -84,7 +83,7 @@ class KeptTensor:
         self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
 
     def unpack(self) -> Tensor:
-        """The tensor itself, if nobody changed it; `step`, if there is one, notes the request."""
+        """Return the tensor if it was not modified; notify `step`, if any, of the request."""
         check_version(self.tensor, self.version)
         if self.step is not None and _current_task() != -1:
             self.step.on_unpack(self.slot)
@@ -92,7 +91,7 @@ class KeptTensor:
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Hooks switch off torch's own check of saved tensors; this is it."""
+    """Raise if a saved tensor was modified; hooks disable torch's own check."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -102,7 +101,7 @@ def check_version(tensor: Tensor, version: int) -> None:
 
 
 class StepRecorder:
-    """One step while it runs; `finish` gives its trace."""
+    """Records a running step; `finish` returns its trace."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class StepRecorder:
         self.modules = ModuleTracker(running)
         self.quiet = False
         self.requests = 0
-        """How many saved tensors the backward pass has asked for."""
+        """Number of saved tensors requested by the backward pass."""
         self._inputs = inputs
         self._alive: dict[int, _AliveStorage] = {}
         self._events: list[TraceEvent] = []
@@ -136,25 +135,25 @@ class StepRecorder:
         self._pinned: set[int] = set()
         self._saved_storages: set[int] = set()
         self._unchecked_writes: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """Writes of which it is not known yet whether autograd counts them as a new version."""
+        """Writes that autograd may not count as a new version."""
         self._keeps_graph = False
         self._lengths = NOTHING
         self._dispatch_guard: Any = None
         self._unwatched = False
         self.parameters: tuple[weakref.ref[Parameter], ...] = ()
-        """Known when the first tensor was saved."""
+        """Parameters known when the first tensor was saved."""
         self.gradients = False
-        """Whether they had gradients then."""
+        """The parameters had gradients then."""
         self._cuts = CutConstants(self._values)
         for tensor in inputs:
             if has_storage(tensor):
                 value, _ = self._cuts.cut(self._value_of(tensor), tensor)
                 self._constants[value] = weakref.ref(tensor)
 
-    # What runs
+    # Operators
 
     def on_operator(self, call: OperatorCall) -> None:
-        """Note an operator that ran."""
+        """Record an operator that ran."""
         self.quiet = True
         try:
             self._record_operator(call)
@@ -192,7 +191,7 @@ class StepRecorder:
             if alive.number in self._saved_storages:
                 self._unchecked_writes.append((weakref.ref(target), target._version, alive.number))
                 for value, copy in list(self._clones.items()):
-                    # What autograd has saved shows what is written now, so a copy must too.
+                    # Autograd's saved tensor sees the write, so its copy must too.
                     if self._values[value].storage == alive.number:
                         copy.copy_(storage)
             before, alive.value = alive.value, len(self._values)
@@ -240,10 +239,9 @@ class StepRecorder:
             self._split(first_result, makes)
 
     def _check_unversioned_writes(self) -> None:
-        """Storages that autograd had saved and an operator wrote without a new version.
+        """Pin saved storages that an operator wrote without a new version.
 
-        Autograd means what was written, as with the noise of `rrelu`, which is saved before it is drawn:
-        such a storage is never dropped.
+        Autograd then uses the new content, as with the noise of `rrelu`, which is saved before it is drawn.
         """
         for reference, version, storage in self._unchecked_writes:
             tensor = reference()
@@ -252,7 +250,7 @@ class StepRecorder:
         self._unchecked_writes.clear()
 
     def _split(self, first_result: FirstResultRerun, makes: list[MadeValue]) -> None:
-        """The first result has a way of its own to be made again, from the other results."""
+        """Add a separate operation that recomputes the first result from the other results."""
         first = makes[0]
         others = tuple(
             TensorRef(result.value, result.geometry) for result in makes if result.position > 0
@@ -277,7 +275,7 @@ class StepRecorder:
 
     def _add_event(self, kind: Literal["op", "pack", "unpack"], index: int) -> None:
         node = _node()
-        # By number: holding nodes would hold what they saved.
+        # By number: a reference to a node would keep its saved tensors alive.
         name = None if node is None else (node.name(), node._sequence_nr())
         self._nodes.append((_current_task(), name))
         self._events.append(TraceEvent(kind, index))
@@ -285,7 +283,7 @@ class StepRecorder:
     # Storages
 
     def _value_of(self, tensor: Tensor) -> int:
-        """The value that a tensor shows now; storages not seen before were there before the step."""
+        """Return the value that a tensor views; an unseen storage existed before the step."""
         storage = tensor.untyped_storage()
         alive = self._alive.get(id(storage))
         if alive is not None:
@@ -297,7 +295,7 @@ class StepRecorder:
         return value
 
     def _saved_value(self, tensor: Tensor) -> tuple[int, Geometry]:
-        """The value that a saved tensor is, and its geometry there."""
+        """Return the value of a saved tensor, and its geometry."""
         value = self._value_of(tensor)
         reference = self._constants.get(value)
         if reference is None:
@@ -325,7 +323,7 @@ class StepRecorder:
         return value
 
     def _resized(self, alive: _AliveStorage, size: int, before: int) -> None:
-        """Other memory under the same storage: the old one ends, a new one begins."""
+        """End the old memory of a resized storage and begin the new one."""
         event = len(self._events)
         self._end(alive.number, event + 1)
         alive.number = len(self._storages)
@@ -344,14 +342,14 @@ class StepRecorder:
     def _on_copy_freed(self, ref: StorageRef) -> None:
         self._alive.pop(ref.key, None)
 
-    # What autograd saves and asks for
+    # Saved tensors and requests
 
     def pack(self, tensor: Tensor) -> KeptTensor:
-        """Note a saved tensor; in a cloning recording autograd gets a copy."""
+        """Record a saved tensor; in a cloning recording autograd gets a copy."""
         self.quiet = True
         try:
             if _current_task() != -1 or not has_storage(tensor):
-                # Saved during a backward pass, for a second one or by a checkpoint: always kept.
+                # Saved during a backward pass, for double backward or by a checkpoint: always kept.
                 return KeptTensor(None, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
             if slot == 0:
@@ -387,7 +385,7 @@ class StepRecorder:
         copy = self._clones.get(alive.value)
         if copy is None:
             copy = self._clones[alive.value] = storage.clone()  # type: ignore[no-untyped-call]
-            # The backward pass meets the copy: it stands for the same value, and takes no bytes.
+            # The backward pass uses the copy as the same value, without bytes of its own.
             ref = StorageRef(copy, self._on_copy_freed)
             ref.key = id(copy)
             self._alive[ref.key] = _AliveStorage(alive.number, alive.value, ref)
@@ -395,11 +393,11 @@ class StepRecorder:
 
     @property
     def saved(self) -> int:
-        """How many tensors were saved so far."""
+        """Number of tensors saved so far."""
         return len(self._slots)
 
     def on_unpack(self, slot: int) -> None:
-        """The backward pass wants a saved tensor."""
+        """Record a request of the backward pass."""
         if self._unchecked_writes:
             self._check_unversioned_writes()
         self._keeps_graph |= keeps_graph()
@@ -419,7 +417,7 @@ class StepRecorder:
             self._pause_mode(node)
 
     def _pause_mode(self, node: Any) -> None:
-        """Let a node work unwatched, as it would without us; what it gives is seen afterwards."""
+        """Run a node without the dispatch mode, as it runs without a budget, and record its results afterwards."""
         self._unwatched = True
         if self._dispatch_guard is not None:
             return
@@ -443,15 +441,15 @@ class StepRecorder:
         self._value_of(tensor)
         self._pinned.add(self._alive[id(tensor.untyped_storage())].number)
 
-    # The end
+    # End of the step
 
     def abandon(self) -> None:
-        """Forget the step, which did not end well."""
+        """Discard a step that failed."""
         self.modules.close()
         self._alive.clear()
 
     def finish(self, states: OptimizerStates | None = None) -> StepTrace:
-        """The trace of what ran; whoever dies from here on does so after the step."""
+        """Return the trace; storages that die from here on are not part of the step."""
         self.modules.close()
         end = len(self._events)
         optimizer_bytes = 0 if states is None else self._count_states(states)
@@ -488,7 +486,7 @@ class StepRecorder:
         )
 
     def _count_states(self, states: OptimizerStates) -> int:
-        """Count what optimizers hold from the first event on, be it touched or made in this step."""
+        """Count optimizer states from the first event on, even if they were created in this step."""
         total = 0
         for key, storage in states.storages().items():
             alive = self._alive.get(key)
@@ -513,14 +511,14 @@ class StepRecorder:
 
     @property
     def first(self) -> SavedSlot:
-        """The first tensor that was saved."""
+        """First saved tensor."""
         return self._slots[0]
 
 
 def _find_free_events(requests: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
-    """A node lets go of what it asked for when it is done: when another one of its pass runs.
+    """Find when each requested tensor is released: when another node of the same backward pass runs.
 
-    A backward pass inside of a node, as of a checkpoint, is a pass of its own.
+    A backward pass inside a node, as in a checkpoint, is a pass of its own.
     """
     end = len(nodes)
     free_events = dict.fromkeys(requests, end)

@@ -1,4 +1,4 @@
-"""A recorded training step as data: values, the operators that made them, what autograd saved.
+"""A recorded training step as data: values, the operators that made them, the tensors autograd saved.
 
 A *value* is a storage at one version: an in-place operator makes the next value of the same storage.
 Tensors are references to values with a geometry, so views need no records.
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 
 class MadeValue(NamedTuple):
-    """A value that an operator makes: which of its results shows it, and how."""
+    """A value that an operator makes: the position and geometry of the result that holds it."""
 
     position: int
-    """Among the tensors of the result; -1 when the value is an argument written in place."""
+    """Position among the results; -1 for an argument written in place."""
     value: int
     geometry: Geometry
     exact: bool = True
-    """False for a workspace, of which not every byte means something."""
+    """False for a workspace with undefined bytes."""
 
 
 class TraceEvent(NamedTuple):
-    """One thing that happened, in order."""
+    """One event."""
 
     kind: Literal["op", "pack", "unpack"]
     number: int
-    """Of the operator, or of the slot."""
+    """Number of the operator or of the slot."""
 
 
 class TraceLengths(NamedTuple):
-    """Lengths. What comes after belongs to the optimizer, or to the next batch, and may vary."""
+    """Lengths at the last request. Later entries belong to the optimizer or the next batch, and may vary."""
 
     events: int
     operations: int
@@ -60,30 +60,30 @@ class TracedOperation:
 
     name: str
     run: Callable[..., Any] | None
-    """None: it is not known how to run it again."""
+    """None if it is not known how to run it again."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     makes: tuple[MadeValue, ...]
     overwrites: tuple[int, ...]
-    """Values that it changes in place: the new ones use their memory."""
+    """Values that it changes in place; the new ones use their memory."""
     reads: frozenset[int]
     """Values among the arguments, if it can be run again."""
     cost: float
-    """Seconds, the least that was seen."""
+    """Least measured seconds."""
     event: int
     grad_mode: bool = True
     random: bool = False
     device: str = "cpu"
-    """Whose random numbers it draws."""
+    """Device of its random generator."""
     layer: str = ""
-    """The module that was running."""
+    """Module that was running."""
     first_result: bool = False
-    """It stands for another way to a result, with a cost of its own."""
+    """It recomputes the first result of the operator before it, with a cost of its own."""
     backward: bool = False
     """It runs in the backward pass."""
 
     def same(self, other: TracedOperation) -> bool:
-        """Whether it is the same work, whatever it cost and whatever numbers it was given."""
+        """Return True if both do the same work, regardless of costs and number arguments."""
         ours = (self.name, self.overwrites, self.reads, self.grad_mode, len(self.makes))
         if ours != (other.name, other.overwrites, other.reads, other.grad_mode, len(other.makes)):
             return False
@@ -96,13 +96,13 @@ class TracedOperation:
         return True
 
     def describe(self) -> str:
-        """The operator, where it ran and what it made, for people."""
+        """Describe the operator, its module and its results."""
         shapes = ", ".join(str(list(result.geometry.size)) for result in self.makes)
         return f"{self.name} in {self.layer or 'the step'} giving {shapes}"
 
 
 def equal_up_to_size(first: Geometry, second: Geometry) -> bool:
-    """Whether two tensors are equal, or indices and masks of which there may be more or fewer."""
+    """Return True if both are equal, or integer tensors of the same type that differ in size."""
     dtype = first.dtype
     indices = not dtype.is_floating_point and not dtype.is_complex
     return first == second or (
@@ -118,30 +118,30 @@ class SavedSlot:
     geometry: Geometry
     device: torch.device
     seen: GraphBelow
-    """The autograd graph below it."""
+    """Autograd graph below it."""
     event: int
     leaf: int | None = None
-    """The parameter that it shows, if it does."""
+    """Id of the parameter that it views, or None."""
     varies: bool = False
-    """Its size changes from step to step: it is always kept, and nothing is made from it."""
+    """Its size varies from step to step: it is always kept, and nothing is recomputed from it."""
 
     def same(self, other: SavedSlot) -> bool:
-        """Whether it is the same tensor of the step, be it larger or smaller."""
+        """Return True if it is the same saved tensor, up to its size."""
         alike = replace(other, geometry=self.geometry, varies=self.varies)
         return self == alike and equal_up_to_size(self.geometry, other.geometry)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStorage:
-    """A storage: how large it is and when it is alive (from event `birth`, before event `death`)."""
+    """Size and lifetime of a storage (from event `birth`, before event `death`)."""
 
     size: int
     birth: int
     death: int
     natural: int
-    """When it would die if autograd had not saved it."""
+    """Death if autograd had not saved it."""
     constant: bool
-    """It was there before the step."""
+    """It existed before the step."""
     pinned: bool = False
 
 
@@ -151,7 +151,7 @@ class TracedValue:
 
     storage: int
     maker: int | None
-    """The operator that makes it; None for constants and for what nobody can make again."""
+    """Operator that makes it; None for constants and values that cannot be recomputed."""
 
 
 @dataclass(frozen=True)
@@ -162,41 +162,40 @@ class StepTrace:
     operations: tuple[TracedOperation, ...]
     slots: tuple[SavedSlot, ...]
     order: tuple[int, ...]
-    """Slots in the order in which the backward pass asked for them."""
+    """Slots in the order of requests by the backward pass."""
     request_events: tuple[int, ...]
-    """The event of each of those."""
+    """Event of each request."""
     freed: tuple[int, ...]
-    """For each of those, the first event at which the asking node is done."""
+    """First event at which the requesting node is done, per request."""
     storages: tuple[TracedStorage, ...]
     values: tuple[TracedValue, ...]
     open_slots: frozenset[int]
-    """Slots that were neither asked for nor dead when the recording ended."""
+    """Slots that were neither requested nor released when the recording ended."""
     sources: dict[int, Any] = field(default_factory=dict)
-    """For constants that stay from step to step: how to find each of them again."""
+    """How to find each persistent constant in a later step."""
     lengths: TraceLengths = NOTHING
-    """How much there was of everything when the last saved tensor was asked for."""
+    """Lengths at the request of the last saved tensor."""
     keeps_graph: bool = False
-    """The backward pass was asked to keep the graph."""
+    """The backward pass retained the graph."""
     unwatched: bool = False
-    """Some nodes of the backward pass ran unwatched: their temporaries are not counted."""
+    """Some nodes of the backward pass ran without the mode: their temporaries are not counted."""
     optimizer_bytes: int = 0
-    """Of the storages, what the states of optimizers take from the first event on."""
+    """Bytes of optimizer states among the storages, from the first event on."""
     anchors: dict[int, int] = field(default_factory=dict)
-    """For constants that are elsewhere in each step, as batches cut from a data set: where the tensor
-    that stands for the value begins, in bytes, as geometries count them."""
+    """Recorded start in bytes of constants that move within their storage, such as batches of a data set."""
 
     @cached_property
     def seconds(self) -> float:
-        """The cost of all operators together."""
+        """Cost of all operators."""
         return sum(operation.cost for operation in self.operations if not operation.first_result)
 
     @property
     def peak(self) -> int:
-        """The most bytes that were alive at once."""
+        """Largest number of bytes alive at once."""
         return max(self.levels(), default=0)
 
     def levels(self) -> list[int]:
-        """Bytes alive at each event."""
+        """Return the bytes alive at each event."""
         change = [0] * (len(self.events) + 2)
         for stored in self.storages:
             change[stored.birth] += stored.size
@@ -212,9 +211,9 @@ T = TypeVar("T")
 
 
 def merge_traces(plain: StepTrace, cloned: StepTrace) -> StepTrace | None:
-    """The trace of a step recorded twice, or None if it did different things.
+    """Merge a plain and a cloning recording of a step; return None if they differ.
 
-    From the cloning recording come the natural deaths and which operators can be run again.
+    The natural deaths and the rerun functions come from the cloning recording.
     """
     if not _same(plain, cloned):
         return None
@@ -244,10 +243,9 @@ def merge_traces(plain: StepTrace, cloned: StepTrace) -> StepTrace | None:
 
 
 def with_least_costs(trace: StepTrace, *others: StepTrace) -> StepTrace:
-    """The trace with the least costs and largest sizes of more recordings of the same step.
+    """Return the trace with the least costs and largest sizes of more recordings of the same step.
 
-    What differs between recordings, as a number that an operator is given or the size of an index, is
-    not made again.
+    Operators whose arguments or results differ between recordings are not run again.
     """
     ends = trace.lengths
     for other in others:
@@ -279,9 +277,9 @@ def with_least_costs(trace: StepTrace, *others: StepTrace) -> StepTrace:
 
 
 def with_larger_tail(trace: StepTrace, other: StepTrace) -> StepTrace:
-    """The trace with what another recording of the step did after the last request, if that takes more.
+    """Return the trace with the events of another recording after the last request, if they take more memory.
 
-    Of accumulated steps only the last one is followed by the optimizer.
+    In gradient accumulation only the last step is followed by the optimizer.
     """
     if not _same(trace, other):
         return trace
@@ -305,7 +303,7 @@ def with_larger_tail(trace: StepTrace, other: StepTrace) -> StepTrace:
 
 
 def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
-    """The trace of the same step beside so many bytes more of optimizers' states."""
+    """Return the trace with additional bytes of optimizer states."""
     end = len(trace.events)
     beside = TracedStorage(nbytes, 0, end, end, constant=True)
     return replace(
@@ -316,7 +314,7 @@ def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
 
 
 def _has_same_arguments(first: TracedOperation, second: TracedOperation) -> bool:
-    """Whether an operator can be run again, and was given the same both times."""
+    """Return True if an operator can be run again and had the same arguments both times."""
     both = first.run is not None and second.run is not None
     ours, theirs = (
         (first.args, first.kwargs, first.makes),
@@ -326,12 +324,12 @@ def _has_same_arguments(first: TracedOperation, second: TracedOperation) -> bool
 
 
 def _same(first: StepTrace, second: StepTrace) -> bool:
-    """Whether two steps did the same until the last saved tensor was asked for."""
+    """Return True if two steps are the same until the last request."""
     return find_difference(first, second) is None
 
 
 def find_difference(first: StepTrace, second: StepTrace) -> str | None:
-    """What differs first between two steps, until the last saved tensor was asked for."""
+    """Describe the first difference between two steps until the last request, or return None."""
     ends, others = first.lengths, second.lengths
     operations = zip(
         first.operations[: ends.operations], second.operations[: others.operations], strict=False
@@ -345,28 +343,28 @@ def find_difference(first: StepTrace, second: StepTrace) -> str | None:
             before, after = saved.geometry, other.geometry
             return (
                 f"saved tensor {number} is {list(before.size)} {before.dtype} in one step, "
-                f"{list(after.size)} {after.dtype} in another, or comes from elsewhere"
+                f"{list(after.size)} {after.dtype} in another, or has another origin"
             )
     for what, ours_, theirs_ in (
         ("operators", ends.operations, others.operations),
         ("tensors are saved", ends.slots, others.slots),
-        ("things happen", ends.events, others.events),
+        ("events", ends.events, others.events),
     ):
         if ours_ != theirs_:
             return f"{ours_} {what} in one step, {theirs_} in another"
     if first.keeps_graph != second.keeps_graph or first.order != second.order:
-        return "the backward passes differ: another order of requests, or a graph that is kept"
+        return "the backward passes differ: another order of requests, or a retained graph"
     if (
         ends != others
         or first.events[: ends.events] != second.events[: ends.events]
         or first.values[: ends.values] != second.values[: ends.values]
     ):
-        return "tensors are made or let go in another order"
+        return "tensors are made or released in another order"
     return None
 
 
 def same_step(planned: StepTrace, later: StepTrace) -> bool:
-    """Whether a later step did the same as a planned one, with the same numbers."""
+    """Return True if a later step equals a planned one, including number arguments."""
     ends = planned.lengths
     return (
         _same(planned, later)
@@ -396,19 +394,19 @@ class _Cut(NamedTuple):
         return self.start <= start and stop <= self.stop
 
     def seen(self, geometry: Geometry) -> Geometry:
-        """The geometry, counted from where this begins."""
+        """Return the geometry relative to the start of this part."""
         return geometry._replace(offset=geometry.offset - self.start // geometry.dtype.itemsize)
 
 
 class CutConstants:
-    """The tensors of one step that were cut from constants; new values are added to `values`."""
+    """Tensors of one step that are parts of constants; new values are appended to `values`."""
 
     def __init__(self, values: list[TracedValue]) -> None:
         self._values = values
         self._cuts: dict[int, list[_Cut]] = {}
 
     def cut(self, constant: int, tensor: Tensor) -> tuple[int, Geometry]:
-        """The value that a tensor is, on the storage of a constant, and its geometry there."""
+        """Return the value and geometry of a tensor on the storage of a constant."""
         geometry = Geometry.of(tensor)
         cuts = self._cuts.setdefault(constant, [])
         known = next((cut for cut in cuts if cut.shows(geometry)), None)
@@ -422,7 +420,7 @@ class CutConstants:
         return known.value, known.seen(geometry)
 
     def anchors(self, slots: Sequence[SavedSlot]) -> dict[int, int]:
-        """Where the tensor begins that stands for each value: the first that is saved, or what was given."""
+        """Return the start of the first saved tensor of each value."""
         anchors: dict[int, int] = {cut.value: 0 for cuts in self._cuts.values() for cut in cuts}
         for slot in reversed(slots):
             if slot.value in anchors:
@@ -430,7 +428,7 @@ class CutConstants:
         return anchors
 
     def resolve(self, operation: TracedOperation) -> TracedOperation:
-        """The operator, reading what was cut; one that reads other parts is not run again."""
+        """Return the operator with references to parts; without `run` if it reads an unknown part."""
         if operation.run is None or not operation.reads & self._cuts.keys():
             return operation
         reads: list[int] = []
@@ -447,6 +445,6 @@ class CutConstants:
 
         try:
             args, kwargs = map_nested((operation.args, operation.kwargs), cut, TensorRef)
-        except LookupError:  # a part that no tensor was cut for
+        except LookupError:  # an unknown part
             return replace(operation, run=None, args=(), kwargs=(), reads=frozenset())
         return replace(operation, args=args, kwargs=kwargs, reads=frozenset(reads))
