@@ -543,7 +543,7 @@ def test_a_step_that_never_does_the_same_is_given_up_after_nine_recordings():
     done = budget.report()
     assert (done.recorded, done.planned, done.unplanned, done.online) == (9, 0, 3, 0)
     (reason,) = done.reasons
-    assert reason.startswith("the step does something else each time: one step runs ")
+    assert reason.startswith("the step differs each time: one step runs ")
 
 
 def test_one_recording_clears_a_doubt_or_confirms_it():

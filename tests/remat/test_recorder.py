@@ -123,7 +123,7 @@ def test_repeats_keep_the_least_time_of_every_operator(tmp_path):
     for count in range(1, 4):
         with recorder:
             work.step()
-        seen.append(list(recorder._notes.times))
+        seen.append(list(recorder._step.times))
         assert recorder.repeats == count
     least = [min(times) for times in zip(*seen, strict=True)]
     assert [int(row["TIME"]) for row in lines(recorder.path, "CALL")] == least
@@ -143,10 +143,10 @@ def test_another_step_starts_over(tmp_path):
 def test_notes_of_the_same_events_take_the_smaller_times():
     event = LoggedCall("relu", (1,), ((2, 8, -1),))
     first, second = LoggedStep([event, 1], [5]), LoggedStep([event, 1], [3])
-    assert first.least(second).times == [3]
-    assert second.least(first).times == [3]
+    assert first.with_least_times(second).times == [3]
+    assert second.with_least_times(first).times == [3]
     other = LoggedStep([event], [9])
-    assert first.least(other) is other
+    assert first.with_least_times(other) is other
 
 
 def test_an_exception_inside_leaves_no_log_and_no_mode(tmp_path):

@@ -143,7 +143,7 @@ def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
     ("words", "message"),
     [
         (["simulate", LOG], "either --ratio or --budget"),
-        (["simulate", LOG, "--ratio", "0.5", "--heuristic", "dtrx"], "did you mean dtr"),
+        (["simulate", LOG, "--ratio", "0.5", "--heuristic", "dtrx"], "Did you mean dtr"),
         (["simulate", LOG, "--ratio", "0.5", "--policy", "never"], "policy must be"),
         (["simulate", LOG, "--ratio", "-1"], "'--ratio': Input should be greater than or equal"),
         (["simulate", LOG, "--budget", "lots"], "not a number of bytes"),
