@@ -61,16 +61,26 @@ def correlation(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Correlation:
-    """The correlation over models of predictions and outputs `[m, t]`, with bootstrap intervals.
+    """Correlate predictions and outputs over models, with bootstrap intervals.
 
-    Models are drawn anew with replacement, the same for all targets, so that the mean over targets
-    has an honest interval too. `kind="spearman"` correlates ranks: its mean over targets is the
-    linear datamodeling score. Costs resamples x m x t.
+    Models are resampled with replacement, alike for all targets. Costs resamples x m x t.
 
-    >>> x = np.arange(20.0)[:, None]
-    >>> found = correlation(x, x ** 3, kind="spearman")
-    >>> round(found.mean, 6), found.models
-    (1.0, 20)
+    Args:
+        predicted: Predictions `[m, t]`.
+        actual: Outputs `[m, t]`.
+        kind: `"pearson"`, or `"spearman"` for ranks: its mean over targets is the linear datamodeling score.
+        level: Level of the intervals.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
+
+    Returns:
+        Correlations of all targets, their mean, and intervals.
+
+    Example:
+        >>> x = np.arange(20.0)[:, None]
+        >>> fitted = correlation(x, x ** 3, kind="spearman")
+        >>> round(fitted.mean, 6), fitted.models
+        (1.0, 20)
     """
     if not 0 < level < 1:
         raise DatamodelsError("level is a share between 0 and 1", found=level, expected="0.95")
