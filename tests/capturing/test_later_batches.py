@@ -297,7 +297,7 @@ def test_subclasses_with_a_forward_of_their_own_go_the_general_way(store):
 
 @pytest.mark.parametrize("text", ["[", "[1]", '{"late": 1}', "[" * 100_000], ids=range(4))
 def test_adjustments_that_cannot_be_read_are_refused(text):
-    from gradkeep.capturing._keeping import Adjustments
+    from gradkeep.capturing._storage import Adjustments
 
     with pytest.raises(CaptureError, match="adjustments"):
         Adjustments.from_text(text)

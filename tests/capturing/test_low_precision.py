@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing._readiness import WeightSource, weights_at_hand
+from gradkeep.capturing._readiness import WeightSource, full_precision_weights
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import CaptureError
 
@@ -155,7 +155,7 @@ def test_an_error_inside_leaves_the_model_as_it_was():
     before = list(model.parameters())
 
     def broken():
-        with weights_at_hand(model):
+        with full_precision_weights(model):
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             raise KeyError
 

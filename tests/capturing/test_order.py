@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 import gradkeep as gk
-from gradkeep.capturing._order import filled_batches
+from gradkeep.capturing._order import iter_batches
 from gradkeep.errors import CaptureError
 
 KEY = gk.store.CaptureKey("final", "train")
@@ -282,7 +282,7 @@ def test_a_sampler_that_changes_its_mind_is_found_in_the_batch_it_concerns(
 def test_a_watched_pass_is_the_loaders_own(rows, size, last):
     data = [(torch.randn(3), number) for number in range(rows)]
     loader = DataLoader(data, size, drop_last=last)
-    watched = list(filled_batches(loader, range(rows)))
+    watched = list(iter_batches(loader, range(rows)))
     for ours, theirs in zip(watched, loader, strict=True):
         assert all(map(torch.equal, ours, theirs))
 

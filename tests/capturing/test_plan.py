@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._shapes import shaped_capture
+from gradkeep.capturing._shapes import plan_shapes
 from gradkeep.data import GPT
 from gradkeep.errors import CaptureError
 from gradkeep.store import BasisKey
@@ -128,11 +128,11 @@ def test_shapes_tell_what_running_tells(kind):
     settings = CaptureSettings()
     proved = prepare_capture(model, task, batches[0], settings)
     for shaped in (
-        shaped_capture(model, task, batches[0], settings),
-        shaped_capture(hollow, task, batch, settings),
+        plan_shapes(model, task, batches[0], settings),
+        plan_shapes(hollow, task, batch, settings),
     ):
         assert shaped.prepared.row_bytes == pytest.approx(proved.row_bytes, rel=0.01)
-        for one, other in zip(shaped.prepared.kept, proved.kept, strict=True):
+        for one, other in zip(shaped.prepared.layers, proved.layers, strict=True):
             assert one.unit.name == other.unit.name
             assert (one.storage, one.unit.rule) == (other.storage, other.unit.rule)
             assert one.arrays == other.arrays

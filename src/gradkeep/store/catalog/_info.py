@@ -77,7 +77,7 @@ class StoreInfo:
     row_sets: tuple[RowSetInfo, ...]
     bases: tuple[BlockFacts, ...] = ()
     moments: tuple[BlockFacts, ...] = ()
-    """What lies beside captures that keep layers dense: `gk.query.KeptMoments`."""
+    """What lies beside captures that keep layers dense: `gk.query.StoredMoments`."""
     evaluations: tuple[BlockFacts, ...] = ()
 
     @property
