@@ -235,7 +235,7 @@ def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
 
     def broken(self, piece, measured):
         found = original(self, piece, measured)
-        found.left[0, 0, 0] = float("nan")
+        found.row_side[0, 0, 0] = float("nan")
         return found
 
     with pytest.MonkeyPatch.context() as patch:

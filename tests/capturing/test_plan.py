@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
@@ -187,7 +188,7 @@ def test_what_does_not_fit_any_budget_is_said_with_figures():
     )
     assert not found.fits
     assert "on disk" in found.advice
-    assert "asking takes" in found.advice
+    assert "queries take" in found.advice
     assert "no keep= fits" in found.advice
     assert math.isfinite(found.capture_seconds)
 
@@ -208,7 +209,7 @@ def test_a_branch_on_numbers_is_planned_by_running_it():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     with torch.device("meta"):
         hollow = Branching()
-    with pytest.raises(CaptureError, match="does not run on shapes alone"):
+    with raises(CaptureError, "capture.needs_values"):
         gk.plan(hollow, batch, task=gk.Classification(), rows=100)
 
 
