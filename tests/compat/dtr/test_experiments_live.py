@@ -24,7 +24,7 @@ from gradkeep.compat.dtr.zoo import build
 from gradkeep.errors import RematError
 from gradkeep.remat import chain, read_log, simulate, unlimited_peak
 from gradkeep.remat.simulator._optimal import optimum_point
-from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
+from gradkeep.remat.simulator._plots import FigureStyle, draw_sweep, summarize_sweep
 from gradkeep.remat.simulator._sweep import SweepRow, read_table, sweep, write_table
 
 SIZES = {"layers": 1, "batch_size": 8}
@@ -258,14 +258,14 @@ def test_steep_pictures_are_logarithmic_and_tables_keep_everything(tmp_path):
         row("optimum", "optimum", 0.5, 1.05),
         row("optimum", "optimum", 0.3, 1.5, "unproven"),
     ]
-    _, drawing, page = draw_sweep(rows, tmp_path, "pareto", PictureStyle("Title"))
+    _, drawing, page = draw_sweep(rows, tmp_path, "pareto", FigureStyle("Title"))
     assert "all results of an operator" in drawing.read_text()
     assert "<!-- 30 -->" in drawing.read_text(), "the axis says 30, not 3 x 10^1"
     assert "<td>infeasible</td>" in page.read_text()
-    said = sweep_sentences(rows)
+    said = summarize_sweep(rows)
     assert "At 50% of its memory m.log takes 1.10x the time (planned, measured)." in said
     assert any("torch.utils.checkpoint, measured, 2 segments" in line for line in said)
-    assert sweep_sentences([row("planned", "planned", 1.3, 1.0)]) == []
+    assert summarize_sweep([row("planned", "planned", 1.3, 1.0)]) == []
     table = tmp_path / "table.csv"
     write_table(table, rows)
     assert [repr(one) for one in read_table(table)] == [repr(one) for one in rows]

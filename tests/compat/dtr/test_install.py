@@ -226,11 +226,11 @@ def test_a_new_log_has_its_name(tmp_path, monkeypatch):
 
 def test_toggles_count_for_the_budget_in_force():
     dtr.set_memory_budget("60kB")
-    looks = dtr._prototype.STATE.sample
+    sample = dtr._prototype.STATE.sample
     pool = dict.fromkeys(type("S", (), {"size": 4})() for _ in range(400))
-    assert looks.of(pool) is pool
+    assert sample.of(pool) is pool
     dtr.toggle_sampling(True)
-    assert len(looks.of(pool)) < 100
+    assert len(sample.of(pool)) < 100
     dtr.toggle_sampling(False)
 
 

@@ -82,11 +82,11 @@ def uninstall() -> None:
         _prototype.end_all()
     finally:
         while _before:
-            owner, name, was = _before.pop()
-            if was is _MISSING:
+            owner, name, evicted_hash = _before.pop()
+            if evicted_hash is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, was)
+                setattr(owner, name, evicted_hash)
 
 
 def _method(name: str) -> Any:

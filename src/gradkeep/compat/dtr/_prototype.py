@@ -226,7 +226,7 @@ def toggle_log(on: bool, *, path: str | os.PathLike[str] | None = None) -> None:
     if on:
         from gradkeep.remat import Recorder  # loads torch
 
-        STATE.recorder = Recorder(path or STATE.log, beneath=STATE.online)
+        STATE.recorder = Recorder(path or STATE.log, runtime=STATE.online)
         STATE.recorder.__enter__()
 
 

@@ -89,8 +89,10 @@ def measure_online(
     step = _built(work).step
     step()
     peak = _live_peak(step)
-    looks = PoolSample(sample=sample, skip_small=skip_small)
-    online = OnlineRuntime(budget, heuristic=heuristic, limit=max(limit - 1, 0.0), sample=looks)
+    pool_sample = PoolSample(sample=sample, skip_small=skip_small)
+    online = OnlineRuntime(
+        budget, heuristic=heuristic, limit=max(limit - 1, 0.0), sample=pool_sample
+    )
     told = []
 
     def within() -> None:
@@ -141,7 +143,7 @@ def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
         with base.step():
             step()
     try:
-        chosen = base if math.isinf(budget) else base.anew(int(budget))
+        chosen = base if math.isinf(budget) else base.replan(int(budget))
     except BudgetError as error:
         about = base.explain()
         floor = f"the floor is {about.floor} bytes ({about.floor / max(about.peak, 1):.3f})"
@@ -162,7 +164,7 @@ def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
     plain, spent = _paired(step, within, work.repeats)
     told, done = chosen.explain(), chosen.report()
     status, message = "ok", ""
-    if done.kept or done.undone:
+    if done.unplanned or done.undone:
         status, message = "gave up", "; ".join(dict.fromkeys(done.reasons[-3:]))
     elif (done.measured_peak or 0) > budget:
         status = "over budget"

@@ -35,7 +35,7 @@ from gradkeep.compat.dtr.experiments._trial import (
     write_result,
 )
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._heuristics import own_heuristics
+from gradkeep.remat.simulator._heuristics import registered_heuristics
 from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def run_tasks(
     """Run tasks of one timeout and number of retries as rows of a farm; the results by key."""
     attempts = tasks[0].trial.retries + 1
     asked = {task.trial.heuristic for task in tasks}
-    own = {name: make for name, make in own_heuristics().items() if name in asked}
+    own = {name: make for name, make in registered_heuristics().items() if name in asked}
 
     def look(seen: Progress) -> None:
         progress(seen.done + seen.failed)
@@ -321,7 +321,7 @@ def save_logs(
 ) -> list[Path]:
     """Copy each log as `MODEL-BATCH-BUDGET-KEY.log`; saving the same again changes nothing."""
     try:
-        written = [_copied(trial, log, folder) for trial, log in recorded]
+        written = [_copy_log(trial, log, folder) for trial, log in recorded]
         if manifest is not None:
             written.append(_extended(folder / manifest, recorded, written))
     except OSError as error:
@@ -331,7 +331,7 @@ def save_logs(
     return list(dict.fromkeys(written))
 
 
-def _copied(trial: Trial, log: Path, folder: Path) -> Path:
+def _copy_log(trial: Trial, log: Path, folder: Path) -> Path:
     batch = dict(trial.work.sizes)["batch_size"]
     room = trial.ratio if trial.ratio is not None else trial.budget
     words = "inf" if math.isinf(room) else f"{room:g}"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from gradkeep._budgets import format_bytes
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtraError
-from gradkeep.remat.simulator._picture import (
+from gradkeep.remat.simulator._plots import (
     MARKERS,
-    PictureStyle,
+    FigureStyle,
     draw_sweep,
     new_figure,
     save_figure,
@@ -76,7 +76,7 @@ def write_graphs(
     for model, rows in _per_model(results):
         drawn = points([row for row in rows if row["kind"] != "param_sweep"])
         swept = any(row["kind"] == "param_sweep" for row in rows)
-        look = PictureStyle(f"What a smaller memory budget costs {model}")
+        look = FigureStyle(f"Time against memory budget, {model}")
         try:
             if drawn:
                 paths += draw_sweep(drawn, folder, _file_name(model), look)

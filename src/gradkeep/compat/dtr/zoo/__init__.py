@@ -45,7 +45,7 @@ class Workload:
         return loss.detach()
 
 
-_LARGEST = 2**24
+_MAX_VALUE = 2**24
 """No size of a reference model is as large: a slip of the finger, and all memory is gone."""
 
 
@@ -216,7 +216,7 @@ def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
             )
         whole = isinstance(known[key], int)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not abs(value) < _LARGEST or (whole and value != int(value)):
+        if not number or not abs(value) < _MAX_VALUE or (whole and value != int(value)):
             kind = "a whole number" if whole else "a number"
             raise RematError(f"{key} of {name} is {kind}", found=repr(value), expected=kind)
         # Zero switches off what is a share or a choice; nothing can be of size zero.
