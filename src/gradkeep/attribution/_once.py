@@ -15,7 +15,7 @@ from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution.scorers._kfac import APPROXIMATE
-from gradkeep.capturing._audit import buffers_kept, is_steady
+from gradkeep.capturing._audit import check_repeatable, restore_buffers
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
@@ -102,14 +102,14 @@ def attribute_once(
     with (
         ready(model),
         in_mode(model, mode),
-        buffers_kept(model),
+        restore_buffers(model),
         short_repr("attribute once", "rows") as report,
     ):
         device = next(model.parameters()).device
         first = rows_of(rows.first, 0, min(4, batch_size(rows.first)))
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
-        is_steady(model, task, rows.first, mode)
+        check_repeatable(model, task, rows.first, mode)
         directions, factors, query_ids = _held(tracer, asked, device, limit, dense=method == "kfac")
         if method == "kfac":
             found = measure_moments(tracer, (batch for _, batch in rows), device)
