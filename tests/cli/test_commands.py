@@ -88,7 +88,7 @@ def test_info_shows_damage_and_the_rest(inline, folder):
     (folder / "blocks/main/final/train/main/schema.json").write_text("{}")
     run = inline("info", folder)
     assert run.returncode == 0
-    assert "schema.json: this document is not as it was written" in run.stdout
+    assert "schema.json: the document does not match its checksum" in run.stdout
     assert "test/main  8 rows" in run.stdout
 
 

@@ -88,7 +88,7 @@ class Value(Readable):
             raise EOFError(offset)
         buffer[:] = piece
 
-    def map(self, soon=()):
+    def map(self, prefetch=()):
         return memoryview(self._value)
 
     def close(self):

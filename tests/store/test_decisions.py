@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import gradkeep as gk
 from gradkeep.errors import DamagedError, StoreError
-from gradkeep.store import Decision, standing, verify
+from gradkeep.store import Decision, current_decisions, verify
 
 
 def test_what_is_recorded_is_read_back_in_order(tmp_path):
@@ -61,7 +61,7 @@ def test_what_stands_is_the_last_word_that_was_not_taken_back(said):
         else:
             log.append(Decision("train", row, action, number=len(log)))
             stack.append(log[-1])
-    assert standing(log) == {row: stack[-1] for row, stack in stacks.items() if stack}
+    assert current_decisions(log) == {row: stack[-1] for row, stack in stacks.items() if stack}
 
 
 @pytest.mark.parametrize("how", ["gone", "changed", "moved"])

@@ -90,21 +90,22 @@ def test_flushed_values_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code", "match"),
     [
-        ({"name": ""}, "name"),
-        ({"name": "ids"}, "name"),
-        ({"name": "a#b"}, "name"),
-        ({"dtype": "complex64"}, "dtype"),
-        ({"shape": (-1,)}, "negative"),
-        ({"kind": "prefixes"}, "kind must be"),
-        ({"encoding": "int4"}, "encoding must be"),
-        ({"compression": "gzip"}, "zstd"),
-        ({"encoding": "bits"}, "bits"),
-        ({"dtype": "int64", "encoding": "bfloat16"}, "float32"),
-        ({"encoding": "int8-scaled", "nan": "keep"}, "cannot keep NaN"),
+        ({"name": ""}, "store.array_name", None),
+        ({"name": "ids"}, "store.array_name", None),
+        ({"name": "a#b"}, "store.array_name", None),
+        ({"dtype": "complex64"}, "store.array_dtype", None),
+        ({"shape": (-1,)}, "store.array_shape", "negative"),
+        ({"kind": "prefixes"}, "argument.invalid", "^kind must be"),
+        ({"encoding": "int4"}, "argument.invalid", "^encoding must be"),
+        ({"compression": "gzip"}, "argument.invalid", "zstd"),
+        ({"encoding": "bits"}, "store.array_bits", None),
+        ({"dtype": "int64", "encoding": "bfloat16"}, "store.array_encoding", None),
+        ({"encoding": "int8-scaled", "nan": "keep"}, "store.array_nan", None),
     ],
 )
-def test_arrays_that_make_no_sense_are_refused(changes, words):
-    with pytest.raises(gk.GradkeepError, match=words):
+def test_arrays_that_make_no_sense_are_refused(changes, code, match):
+    with pytest.raises(gk.GradkeepError, match=match) as caught:
         gk.store.Array(**{"name": "x", **changes})
+    assert caught.value.code == code

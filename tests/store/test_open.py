@@ -4,6 +4,7 @@ import multiprocessing
 import os
 
 import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep.errors import DamagedError, FormatTooNewError, NotAStoreError
@@ -37,7 +38,7 @@ def test_a_file_is_not_a_store(tmp_path):
 def test_a_link_that_leads_nowhere_is_named(tmp_path):
     path = tmp_path / "link"
     path.symlink_to(tmp_path / "gone")
-    with pytest.raises(NotAStoreError, match="leads nowhere"):
+    with pytest.raises(NotAStoreError, match="a broken link"):
         gk.open(path)
 
 
@@ -48,7 +49,7 @@ def test_a_link_to_a_store_is_followed(tmp_path):
 
 
 def test_nothing_there_and_not_to_be_made(tmp_path):
-    with pytest.raises(NotAStoreError, match="no store here"):
+    with raises(NotAStoreError, "store.not_a_store", fix="gradkeep demo"):
         gk.open(tmp_path / "none", create=False)
     assert not (tmp_path / "none").exists()
 
@@ -56,7 +57,7 @@ def test_nothing_there_and_not_to_be_made(tmp_path):
 def test_a_store_of_a_later_format_is_refused(tmp_path):
     fields = {"format": "gradkeep-store", "version": 2, "uuid": "x"}
     (tmp_path / "STORE.json").write_bytes(_document.to_bytes(fields))
-    with pytest.raises(FormatTooNewError, match="upgrade gradkeep"):
+    with raises(FormatTooNewError, "store.format_too_new", fix="Upgrade gradkeep"):
         gk.open(tmp_path)
 
 
@@ -75,13 +76,13 @@ def test_an_edited_identity_is_noticed(tmp_path):
 
 
 def test_unknown_durability_is_refused(tmp_path):
-    with pytest.raises(gk.GradkeepError, match="durability"):
+    with pytest.raises(gk.GradkeepError, match=r"^durability must be"):
         gk.open(tmp_path, durability="some")
 
 
 def test_names_that_are_no_names_are_refused():
     for name in ("", ".hidden", "a/b", "a b", "-x", "x" * 101, None):
-        with pytest.raises(gk.GradkeepError, match="cannot be a name"):
+        with raises(gk.GradkeepError, "store.invalid_name"):
             gk.store.CaptureKey(checkpoint=name, split="train")
 
 

@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 
@@ -108,7 +109,7 @@ def test_bare_float16_loses_the_ranking(factors):
 
 
 def test_bare_float16_is_refused_for_gradients():
-    with pytest.raises(gk.GradkeepError, match="bare float16 loses small gradients"):
+    with raises(gk.GradkeepError, "store.array_float16"):
         gk.store.Array("fc.suffix", shape=(3,), kind="suffix", encoding="float16")
-    with pytest.raises(gk.GradkeepError, match="bare float16 loses small gradients"):
+    with raises(gk.GradkeepError, "store.array_float16"):
         gk.store.Array("fc.gradient", "float16", (3,), "gradient")

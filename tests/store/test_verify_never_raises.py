@@ -141,7 +141,7 @@ def test_what_cannot_be_read_is_damage(store, monkeypatch, code):
             verdict = verify(LocalDisk(store.location), repair=key.endswith("schema.json"))
         damage = verdict.damage
         assert key in [item.path for item in damage]
-        assert not verdict.repaired or f"{key} was left where it is" in verdict.repaired[-1]
+        assert not verdict.repaired or f"{key} was not moved" in verdict.repaired[-1]
         assert all("cannot be checked" not in item.what for item in damage)
     assert verify(store.location).healthy
 
@@ -192,7 +192,7 @@ def test_rows_in_the_folder_of_others_are_named_and_not_believed(store, part):
     folder.rename(folder.with_name("000009"))
     found = verify(store.location)
     assert found.damage
-    assert all("another folder" in item.what for item in found.damage)
+    assert all("folder does not match" in item.what for item in found.damage)
     rows = store.rows("models")
     rows.read(rows.done())
     assert len(rows.states()) == 4

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep.errors import (
@@ -99,13 +100,13 @@ def test_another_order_in_the_second_run_is_noticed(store):
     writer.append(*batch(range(4)))
     writer.close()
     again = store.write(KEY, schema())
-    with pytest.raises(InvalidRowsError, match="another order"):
+    with raises(InvalidRowsError, "store.other_order"):
         again.append(*batch([1, 0, 2, 3]))
 
 
 def test_skipping_rows_that_are_needed_is_refused(store):
     writer = store.write(KEY, schema())
-    with pytest.raises(MissingRowsError, match="not in the store yet"):
+    with raises(MissingRowsError, "store.skipped_row"):
         writer.skip([0])
 
 
@@ -115,7 +116,7 @@ def test_closing_with_rows_missing_is_an_error_and_keeps_full_segments(store):
         store.write(KEY, schema()) as writer,
     ):
         writer.append(*batch(range(7)))
-    with pytest.raises(NotSealedError, match="live=True"):
+    with raises(NotSealedError, "store.not_sealed", fix="live=True"):
         store.read(KEY)
     assert len(store.read(KEY, live=True)) == 4
     write_all(store)
@@ -125,7 +126,7 @@ def test_closing_with_rows_missing_is_an_error_and_keeps_full_segments(store):
 def test_close_without_seal_tells_of_rows_it_did_not_keep(store):
     writer = store.write(KEY, schema())
     writer.append(*batch([0]))
-    with pytest.raises(MissingRowsError, match="1 rows were given but not kept"):
+    with pytest.raises(MissingRowsError, match="1 rows were appended but not saved"):
         writer.close()
 
 
@@ -141,26 +142,37 @@ def test_an_error_in_the_loop_leaves_what_is_committed(store):
 
 
 @pytest.mark.parametrize(
-    ("ids", "arrays", "words"),
+    ("ids", "arrays", "code", "fact"),
     [
-        ([0, 0], {}, "twice in one batch"),
-        ([-1, 0], {}, "negative"),
-        ([0, 99], {}, "the store has 50 examples, but the ids reach 99"),
-        ([0.5, 1.5], {}, "whole numbers"),
-        ([[0, 1]], {}, "whole numbers"),
-        ([0, 1], {"loss": np.zeros(3, np.float32)}, r"shape \(3,\)"),
-        ([0, 1], {"loss": np.zeros(2, np.float64)}, "dtype float64"),
-        ([0, 1], {"fc.prefix": np.zeros((2, 4), np.float32)}, r"shape \(2, 4\)"),
-        ([0, 1], {"loss": np.array([0, np.nan], np.float32)}, "NaN or infinity"),
-        ([0, 1], {"loss": np.array([np.inf, 0], np.float32)}, "the first with id 0"),
-        ([0, 1], {"extra": np.zeros(2)}, "unknown \\['extra'\\]"),
+        ([0, 0], {}, "store.repeated_in_batch", "0"),
+        ([-1, 0], {}, "store.negative_id", "-1"),
+        ([0, 99], {}, "store.id_out_of_range", "has 50 examples, but an id is 99"),
+        ([0.5, 1.5], {}, "store.invalid_ids", "float64"),
+        ([[0, 1]], {}, "store.invalid_ids", r"shape \(1, 2\)"),
+        ([0, 1], {"loss": np.zeros(3, np.float32)}, "store.wrong_values", r"shape \(3,\)"),
+        ([0, 1], {"loss": np.zeros(2, np.float64)}, "store.wrong_values", "dtype float64"),
+        (
+            [0, 1],
+            {"fc.prefix": np.zeros((2, 4), np.float32)},
+            "store.wrong_values",
+            r"shape \(2, 4\)",
+        ),
+        ([0, 1], {"loss": np.array([0, np.nan], np.float32)}, "store.not_finite", "with id 1"),
+        (
+            [0, 1],
+            {"loss": np.array([np.inf, 0], np.float32)},
+            "store.not_finite",
+            "the first with id 0",
+        ),
+        ([0, 1], {"extra": np.zeros(2)}, "store.wrong_arrays", "unknown \\['extra'\\]"),
     ],
 )
-def test_bad_rows_are_refused_and_change_nothing(store, ids, arrays, words):
+def test_bad_rows_are_refused_and_change_nothing(store, ids, arrays, code, fact):
     with store.write(KEY, schema(num_examples=50)) as writer:
         good = batch([0, 1])[1]
-        with pytest.raises(InvalidRowsError, match=words):
+        with pytest.raises(InvalidRowsError, match=fact) as caught:
             writer.append(ids, {**good, **arrays})
+        assert caught.value.code == code
         writer.append(*batch(range(10)))
     assert store.read(KEY).ids.tolist() == list(range(10))
 
@@ -187,7 +199,7 @@ def test_an_id_given_before_is_refused(store):
 
 def test_too_many_rows_are_refused(store):
     writer = store.write(KEY, schema())
-    with pytest.raises(InvalidRowsError, match="more rows than the block has"):
+    with raises(InvalidRowsError, "store.too_many_rows", fix="num_rows"):
         writer.append(*batch(range(11)))
 
 
@@ -195,13 +207,13 @@ def test_a_sealed_block_grows_only_when_asked(store):
     write_all(store, num_rows=None)
     open_ended = schema(num_rows=None)
     with (
-        pytest.raises(InvalidRowsError, match="extend=True"),
+        raises(InvalidRowsError, "store.too_many_rows", fix="extend=True"),
         store.write(KEY, open_ended) as writer,
     ):
         writer.append(*batch(range(12)))
     with store.write(KEY, open_ended, extend=True) as writer:
         assert writer.position == 10
-        with pytest.raises(InvalidRowsError, match="given before"):
+        with raises(InvalidRowsError, "store.repeated_id"):
             writer.append(*batch([3]))
         writer.append(*batch([20, 21]))
     assert store.read(KEY).version == 1
@@ -247,7 +259,7 @@ def test_the_same_id_from_two_workers_is_found_at_seal(store):
     one.append(*batch(range(10)))
     two.append(*batch([90, 91, 92, 93, 0, 94, 95, 96, 97, 98]))
     two.close()
-    with pytest.raises(InvalidRowsError, match="two segments"):
+    with raises(InvalidRowsError, "store.id_in_two_segments"):
         one.seal()
 
 
@@ -255,7 +267,7 @@ def test_two_writers_of_different_rows_conflict_loudly(store):
     one, two = store.write(KEY, schema()), store.write(KEY, schema())
     one.append(*batch(range(4)))
     one.flush()
-    with pytest.raises(ConflictError, match="nothing was overwritten"):
+    with raises(ConflictError, "store.conflict"):
         two.append(*batch(range(10, 14)))
 
 
@@ -283,13 +295,13 @@ def test_a_failure_in_the_background_fails_the_next_call_and_close(tmp_path):
     calls.failing = True
     writer.append(*batch(range(3)))
     writer.append(*batch([3]))  # hands the full segment to the background
-    with pytest.raises(WriteFailedError, match="disk is full"):
+    with raises(WriteFailedError, "store.disk_full"):
         writer.flush()
-    with pytest.raises(WriteFailedError, match="disk is full"):
+    with raises(WriteFailedError, "store.disk_full"):
         writer.append(*batch([4]))
-    with pytest.raises(WriteFailedError, match="disk is full"):
+    with raises(WriteFailedError, "store.disk_full"):
         writer.seal()
-    with pytest.raises(WriteFailedError, match="disk is full"):
+    with raises(WriteFailedError, "store.disk_full"):
         writer.close()
     calls.failing = False
     write_all(store)
@@ -300,7 +312,7 @@ def test_a_closed_writer_says_so(store):
     write_all(store)
     writer = store.write(KEY, schema())
     writer.close()
-    with pytest.raises(StoreError, match="closed"):
+    with raises(StoreError, "store.writer_closed"):
         writer.append(*batch([0]))
 
 
@@ -331,7 +343,7 @@ def test_a_deleted_block_is_gone_and_its_name_is_free(store):
     write_all(store)
     store.delete(KEY)
     assert store.captures() == []
-    with pytest.raises(StoreError, match="no such block"):
+    with raises(StoreError, "store.no_such_block"):
         store.delete(KEY)
     write_all(store, num_rows=5, ids=range(5))
     assert len(store.read(KEY)) == 5

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from raises import raises
 
 from gradkeep.errors import ConflictError
 
@@ -35,7 +36,7 @@ class BackendTests:
         self, backend: Backend, other: bytes
     ) -> None:
         put(backend, "name", b"first")
-        with pytest.raises(ConflictError, match="taken"):
+        with raises(ConflictError, "store.conflict"):
             put(backend, "name", other)
         assert backend.read("name") == b"first"
 
@@ -159,7 +160,7 @@ class BackendTests:
         whole = np.random.default_rng(size).bytes(size)
         put(backend, "value", whole)
         opened = backend.open("value")
-        mapped = opened.map(soon=[(0, size)])
+        mapped = opened.map(prefetch=[(0, size)])
         opened.close()
         backend.delete(["value"], durability="process")
         assert mapped == whole

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from raises import raises
 
 import gradkeep.store as gs
 from gradkeep.errors import (
@@ -140,7 +141,7 @@ class WholeStoreTests:
         append(writer, SHUFFLED[:4])
         writer.close()
         again = store.write(KEY, schema())
-        with pytest.raises(InvalidRowsError, match="order"):
+        with raises(InvalidRowsError, "store.other_order"):
             append(again, SHUFFLED[::-1])
 
     def test_sealing_again_changes_nothing(self, store: Store) -> None:
@@ -207,7 +208,7 @@ class WholeStoreTests:
         swapped = [*SHUFFLED[:4], SHUFFLED[5], SHUFFLED[4], *SHUFFLED[6:]]
         other = [*SHUFFLED[:4], ExampleRow(SHUFFLED[4].id, salt=1), *SHUFFLED[5:]]
         for wrong in (swapped, other):
-            with pytest.raises(InvalidRowsError, match="not the rows"):
+            with raises(InvalidRowsError, "store.other_rows"):
                 write(store, wrong)
             assert not store.backend.exists(key)
         assert write(store, SHUFFLED) == manifest
@@ -257,7 +258,7 @@ class WholeStoreTests:
         write(store, SHUFFLED)
         store.delete(KEY)
         assert store.blocks() == []
-        with pytest.raises(StoreError, match="no such block"):
+        with raises(StoreError, "store.no_such_block"):
             store.read(KEY)
         write(store, SHUFFLED[:3])
         holds(store.read(KEY), SHUFFLED[:3])

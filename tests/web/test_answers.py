@@ -15,7 +15,7 @@ from web_pages import NAMES, TEST, TRAIN, WRONG, settled
 import gradkeep as gk
 from gradkeep.data import GPT
 from gradkeep.evaluate._map import map_rows
-from gradkeep.store import standing
+from gradkeep.store import current_decisions
 
 
 def test_runs_say_what_was_captured_and_how_good_it_was(shared, master):
@@ -134,7 +134,7 @@ def test_decisions_are_an_append_only_log_that_undo_adds_to(client, folder):
     assert decide(client, 10**6, "accept").status_code == 409
     log = gk.open(folder).decisions("train")
     assert [one.action for one in log] == ["relabel", "accept", "undo"]
-    assert set(standing(log)) == {4}
+    assert set(current_decisions(log)) == {4}
     decided = settled(client, "/api/suspects?show=decided").json()
     assert [one["row"]["id"] for one in decided["rows"]] == [4]
     assert settled(client, "/api/suspects?show=open").json()["matching"] == TRAIN - 1

@@ -1,7 +1,7 @@
-"""Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
+"""Storage of immutable, checksummed segments of rows with numbered manifests."""
 
 from gradkeep.store._decisions import Decision
-from gradkeep.store._decisions import standing as standing
+from gradkeep.store._decisions import current_decisions as current_decisions
 from gradkeep.store._gc import GcReport as GcReport
 from gradkeep.store._gc import gc
 from gradkeep.store._keys import BasisKey, CaptureKey, Checkpoint, EvaluationKey, Run, ScoresKey

@@ -1,9 +1,9 @@
-"""Small JSON files that carry their own checksum, and the typed records in them.
+"""Small JSON files with a checksum, and the typed records in them.
 
-The last field of the object is the xxh3-128 of every byte before it, so that a change of any byte
-of the file, a space included, is noticed. The file stays plain JSON for every other reader. A
-checksum is no signature: what a stranger wrote can carry a right one, so size and depth are bounded
-before anything is parsed, and `parse_record` checks every name and type.
+The last field of the object is the xxh3-128 of every byte before it, so that a change of any byte,
+even of a space, is detected. The file stays plain JSON for other readers. A checksum is not a
+signature: a file written by someone else can carry a valid one. Size and depth are therefore bounded
+before parsing, and `parse_record` checks every name and type.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from gradkeep.store.backends._backend import Backend
 
 SMALL_DOCUMENT = 1 << 20
-"""Bytes of documents of a fixed set of fields; a traceback fits."""
+"""Largest size in bytes of documents with a fixed set of fields; a traceback fits."""
 LARGE_DOCUMENT = 32 << 20
-"""Bytes of a schema or a run's configuration; 60,000 layers fit."""
+"""Largest size in bytes of a schema or a run's configuration; 60,000 layers fit."""
 LARGEST_DOCUMENT = 256 << 20
-"""Bytes of a manifest; one of a million segments fits."""
+"""Largest size in bytes of a manifest; one of a million segments fits."""
 LARGEST_WHOLE = 2**63 - 1
-"""What a column of whole numbers holds, here and in every database."""
+"""Largest signed 64-bit integer."""
 _MOST_CONTAINERS = 2 << 20
-"""Lists and objects of a document. Each takes 64 bytes or more in memory, but as few as three in a file."""
+"""Most lists and objects in a document: each takes 64 bytes or more of memory, but 3 in a file."""
 _MOST_VALUES = 16 << 20
 _DEEPEST = 64
 _SEAL_BYTES = len(b',\n  "xxh3": "') + 32 + len(b'"\n}\n')
@@ -46,10 +46,10 @@ Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of one kind of document; no other field may be there."""
+    """Base of the records in documents; unknown fields are refused."""
 
     digest: str | None = msgspec.field(default=None, name="xxh3")
-    """The xxh3-128 of the whole document, once it is known; in the file, of all before itself."""
+    """In memory the xxh3-128 of the whole document; in the file that of all bytes before itself."""
 
 
 def to_bytes(fields: Mapping[str, Any] | Record) -> bytes:
@@ -69,25 +69,28 @@ def to_bytes(fields: Mapping[str, Any] | Record) -> bytes:
 
 
 def check_size(data: bytes, what: str) -> None:
-    """Raise `StoreError` for a document that could not be read back."""
+    """Raise `StoreError` for a document that is too large to be read back."""
     if len(data) > LARGE_DOCUMENT or data.count(b"[") + data.count(b"{") > _MOST_CONTAINERS:
         raise StoreError(
-            f"{what} is too large to be recorded: {len(data)} bytes of {LARGE_DOCUMENT}",
-            fix="keep large values in files of your own, and their digest here",
+            f"{what} is too large",
+            code="store.document_too_large",
+            found=f"{len(data)} bytes",
+            expected=f"at most {LARGE_DOCUMENT} bytes and {_MOST_CONTAINERS} lists and objects",
+            fix="Save large values in your own files, and record their digest here.",
         )
 
 
 def read_bytes(backend: Backend, key: str, *, most: int) -> bytes:
-    """Read a document of at most so many bytes."""
+    """Read a document of at most `most` bytes."""
     with contextlib.closing(backend.open(key)) as opened:
         if opened.size > most:
             path = backend.describe(key)
-            raise not_ours(path, f"{opened.size} bytes", f"at most {most} bytes")
+            raise malformed_document(path, f"{opened.size} bytes", f"at most {most} bytes")
         return opened.read(0, opened.size)
 
 
 def read_document(backend: Backend, key: str, kind: type[T], *, most: int = SMALL_DOCUMENT) -> T:
-    """Read a document of a store as a record; FileNotFoundError if there is none."""
+    """Read a document as a record; raise FileNotFoundError if it does not exist."""
     data, path = read_bytes(backend, key, most=most), backend.describe(key)
     _check_seal(data, path=path)
     if not issubclass(kind, Record):
@@ -95,28 +98,28 @@ def read_document(backend: Backend, key: str, kind: type[T], *, most: int = SMAL
     _check_counts(data, path=path)
     try:
         record = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError):  # also half of a surrogate pair, which is allowed
+    except (msgspec.DecodeError, RecursionError):  # also lone surrogates, which are allowed
         record = parse_record(kind, from_bytes(data, path=path), path=path)
     msgspec.structs.force_setattr(record, "digest", xxhash.xxh3_128_hexdigest(data))
     return record
 
 
 def parse_record(kind: type[T], fields: Any, *, path: str) -> T:
-    """Build a record or dataclass from JSON fields; `DamagedError` for fields of other names or types."""
+    """Build a record or dataclass from JSON fields; raise `DamagedError` for wrong names or types."""
     if dataclasses.is_dataclass(kind) and isinstance(fields, dict):
         unknown = set(fields) - {part.name for part in dataclasses.fields(kind) if part.init}
         if unknown:
-            raise not_ours(path, min(unknown)[:200], "no such field")
+            raise malformed_document(path, min(unknown)[:200], "no such field")
     try:
         return msgspec.convert(fields, kind)
     except DamagedError:
         raise
     except (msgspec.ValidationError, StoreError, OverflowError, UnicodeError) as error:
-        raise not_ours(path, str(error)[:200], "what gradkeep wrote") from None
+        raise malformed_document(path, str(error)[:200], "fields that gradkeep writes") from None
 
 
 def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a document; raises `DamagedError` if any byte is not as it was written."""
+    """Parse a document; raise `DamagedError` if any byte was changed."""
     _check_seal(data, path=path)
     fields = parse_json(data, path=path)
     del fields["xxh3"]
@@ -127,14 +130,14 @@ def _check_seal(data: bytes, *, path: str) -> None:
     body = data[:-_SEAL_BYTES]
     if len(data) <= _SEAL_BYTES or data[-_SEAL_BYTES:] != _seal(body):
         raise DamagedError(
-            "this document is not as it was written",
+            "the document does not match its checksum",
             path=path,
-            fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
+            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
         )
 
 
 def _check_counts(data: bytes, *, path: str) -> None:
-    """Count values before they are made: by the characters that begin and separate them."""
+    """Limit the number of values before parsing, by counting brackets and commas."""
     containers = data.count(b"[") + data.count(b"{")
     for count, most, what in (
         (len(data), LARGEST_DOCUMENT, "bytes"),
@@ -142,42 +145,49 @@ def _check_counts(data: bytes, *, path: str) -> None:
         (data.count(b","), _MOST_VALUES, "values"),
     ):
         if count > most:
-            raise not_ours(path, f"{count} {what}", f"at most {most}")
+            raise malformed_document(path, f"{count} {what}", f"at most {most}")
 
 
 def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a JSON object; raises `DamagedError` for all else, however large or deep it is."""
+    """Parse a JSON object; raise `DamagedError` for anything else, however large or deep."""
     _check_counts(data, path=path)
     try:
         fields = json.loads(data, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
-        raise not_ours(path, f"{type(error).__name__}: {error}"[:200], "a JSON object") from None
+        raise malformed_document(
+            path, f"{type(error).__name__}: {error}"[:200], "a JSON object"
+        ) from None
     if not isinstance(fields, dict):
-        raise not_ours(path, type(fields).__name__, "a JSON object")
+        raise malformed_document(path, type(fields).__name__, "a JSON object")
     if _is_deeper(fields, _DEEPEST):
-        raise not_ours(path, f"more than {_DEEPEST} values inside each other", "a flat document")
+        raise malformed_document(
+            path, f"more than {_DEEPEST} levels", f"at most {_DEEPEST} nested levels"
+        )
     return fields
 
 
-def not_ours(path: str, found: object, expected: object = "what gradkeep wrote") -> DamagedError:
-    """The error for a document whose checksum fits but which gradkeep did not write."""
+def malformed_document(
+    path: str, actual: object, expected: object = "fields that gradkeep writes"
+) -> DamagedError:
+    """Return the error for a document with a valid checksum but contents that gradkeep does not write."""
     return DamagedError(
-        "this is not a document that gradkeep wrote",
+        "the document was not written by gradkeep",
+        code="store.malformed_document",
         path=path,
-        found=found,
+        found=actual,
         expected=expected,
-        fix="`gradkeep verify STORE --repair` moves it aside; ask whoever made the store",
+        fix="Move it aside with `gradkeep verify STORE --repair`, and check the source of the store.",
     )
 
 
 def digest(fields: Mapping[str, Any]) -> str:
-    """A fingerprint of the fields, whatever their order."""
+    """Return a fingerprint of the fields that does not depend on their order."""
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return xxhash.xxh3_128_hexdigest(_encoded(text))
 
 
 def _encoded(text: str) -> bytes:
-    # Half of a pair of surrogates, as broken file names have it, is no text; JSON can escape it.
+    # Lone surrogates, as in broken file names, cannot be encoded as UTF-8; JSON can escape them.
     return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
 
 

@@ -1,4 +1,4 @@
-"""Names, keys and records: what is in a store, what it may be called, and where it lies."""
+"""Keys of blocks, records of runs and checkpoints, and the file names of a store."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradkeep.errors import StoreError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
 
 _SHOWN = 36
-"""Letters of a long name that are shown in another one."""
+"""Characters of a long name that are repeated in a derived name."""
 _MOMENTS = re.compile(r"\.moments-[0-9a-f]{16}$")
 _TRAIN = ".train"
-"""What the name of the rows that scores are about ends in."""
+"""Suffix of the scores key that holds the training rows' names."""
 
 BLOCKS = "blocks"
 SCORES = "scores"
@@ -28,7 +28,7 @@ DECISIONS = "decisions"
 ROWS = "datamodels"
 RUNS = "runs"
 SHARED_ROWS = re.compile(r"shared-[0-9a-f]{16}-[0-9a-f]{8}")
-"""The names of row sets that hold the parts of one piece of work; they go when it ends."""
+"""Names of temporary row sets of parallel work; they are deleted when the work ends."""
 HEADS = "heads"
 CATALOG = "catalog.sqlite"
 
@@ -38,49 +38,57 @@ def _named(*fields: str) -> dict[str, str]:
 
 
 def is_name(name: str) -> bool:
-    """Whether this can be a name in a store; other folders were not made by gradkeep."""
+    """Return True if gradkeep could have given this name."""
     return _NAME.fullmatch(name) is not None
 
 
-def checked_name(what: str, name: str) -> str:
-    """The name if it can be a file's name on every system, else a clear error."""
+def validate_name(what: str, name: str) -> str:
+    """Return the name; raise `StoreError` unless it is a valid file name on every system."""
     if not isinstance(name, str) or not is_name(name):
         raise StoreError(
             f"{what} {name!r} cannot be a name in a store",
+            code="store.invalid_name",
             expected="1 to 100 letters, digits or _ . + = @ -, not beginning with a dot or sign",
         )
     return name
 
 
 class _Key:
-    """The name of a block: its parts are the folders below a root that it lies in."""
+    """Name of a block; its parts are the folders below a root."""
 
     __slots__ = ()
     root: ClassVar[str]
     parts: ClassVar[dict[str, str]]
-    """The fields in the order of folders, and what each is called in tables and errors."""
+    """Fields in the order of the folders, with their labels in tables and errors."""
 
     def __post_init__(self) -> None:
         for name, value in self.labels.items():
-            checked_name(name, value)
+            validate_name(name, value)
 
     @property
     def folder(self) -> str:
-        """Where the block lies in the store."""
+        """Folder of the block in the store."""
         return "/".join((self.root, *self.labels.values()))
 
     @property
     def labels(self) -> dict[str, str]:
-        """The columns that tell the rows of this block from those of others."""
+        """Columns that identify the rows of this block in tables."""
         return {label: getattr(self, field) for field, label in self.parts.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CaptureKey(_Key):
-    """Which capture: one checkpoint of a run, replayed over one split.
+    """Name a capture: one checkpoint of a run, evaluated on one split.
 
-    >>> CaptureKey(checkpoint="final", split="train").folder
-    'blocks/main/final/train/main'
+    Attributes:
+        checkpoint: Name of the checkpoint.
+        split: Name of the split.
+        run: Name of the run.
+        capture: Name of the capture, where one split has several.
+
+    Example:
+        >>> CaptureKey(checkpoint="final", split="train").folder
+        'blocks/main/final/train/main'
     """
 
     root: ClassVar[str] = BLOCKS
@@ -92,44 +100,63 @@ class CaptureKey(_Key):
 
     @property
     def moments(self) -> BasisKey:
-        """Where the moments lie that belong to the capture and go with it.
+        """Key of the moments that belong to the capture and are deleted with it.
 
-        >>> CaptureKey(checkpoint="final", split="train").moments.folder
-        'bases/main/final/train.main.moments-6495e63d508d7c41'
+        Example:
+            >>> CaptureKey(checkpoint="final", split="train").moments.folder
+            'bases/main/final/train.main.moments-6495e63d508d7c41'
         """
         return self.beside("moments")
 
     def beside(self, what: str) -> BasisKey:
-        """Where something lies that belongs to the capture and goes with it."""
-        name = f"{self._beginning}{what}{self._end}"
+        """Return the key of a block that belongs to the capture and is deleted with it.
+
+        Args:
+            what: Kind of the block, such as `moments`.
+
+        Returns:
+            The key; `owns` recognizes it.
+        """
+        name = f"{self._prefix}{what}{self._suffix}"
         return BasisKey(self.checkpoint, run=self.run, capture=name)
 
     def owns(self, basis: BasisKey) -> bool:
-        """Whether that lies beside this capture.
+        """Return True if a block belongs to this capture.
 
-        >>> key = CaptureKey(checkpoint="final", split="train")
-        >>> key.owns(key.moments), key.owns(BasisKey("final"))
-        (True, False)
+        Args:
+            basis: Key of the block.
+
+        Returns:
+            True for keys made by `beside`.
+
+        Example:
+            >>> key = CaptureKey(checkpoint="final", split="train")
+            >>> key.owns(key.moments), key.owns(BasisKey("final"))
+            (True, False)
         """
         same = (basis.run, basis.checkpoint) == (self.run, self.checkpoint)
         name = basis.capture
-        return same and name.startswith(self._beginning) and name.endswith(self._end)
+        return same and name.startswith(self._prefix) and name.endswith(self._suffix)
 
     @property
-    def _beginning(self) -> str:
+    def _prefix(self) -> str:
         return f"{self.split[:_SHOWN]}.{self.capture[:_SHOWN]}."
 
     @property
-    def _end(self) -> str:
+    def _suffix(self) -> str:
         return f"-{xxhash.xxh3_64_hexdigest(f'{self.split}/{self.capture}'.encode())}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScoresKey(_Key):
-    """Which saved scores.
+    """Name saved scores.
 
-    >>> ScoresKey("digits-kernel").folder
-    'scores/digits-kernel'
+    Attributes:
+        name: Name of the scores.
+
+    Example:
+        >>> ScoresKey("digits-kernel").folder
+        'scores/digits-kernel'
     """
 
     root: ClassVar[str] = SCORES
@@ -138,30 +165,44 @@ class ScoresKey(_Key):
 
     @property
     def train(self) -> ScoresKey:
-        """Where the training rows are named that these scores are about.
+        """Key of the block that holds the ids of the training rows of these scores.
 
-        >>> key = ScoresKey("digits-kernel")
-        >>> key.train.name, key.owns(key.train), key.train.names_rows
-        ('digits-kernel.train', True, True)
+        Example:
+            >>> key = ScoresKey("digits-kernel")
+            >>> key.train.name, key.owns(key.train), key.train.names_rows
+            ('digits-kernel.train', True, True)
         """
         return ScoresKey(f"{self.name}{_TRAIN}")
 
     @property
     def names_rows(self) -> bool:
-        """Whether these are no scores, but the names of the rows that some are about."""
+        """True if this block holds the training row ids of other scores, not scores."""
         return self.name.endswith(_TRAIN)
 
     def owns(self, other: ScoresKey) -> bool:
-        """Whether that names the rows of these scores."""
+        """Return True if another block holds the training row ids of these scores.
+
+        Args:
+            other: Key of the other block.
+
+        Returns:
+            True if `other` is `self.train`.
+        """
         return other.name == f"{self.name}{_TRAIN}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BasisKey(_Key):
-    """Which basis: what the coordinates of compressed captures of one checkpoint are.
+    """Name a basis: the coordinates of the compressed captures of one checkpoint.
 
-    >>> BasisKey("final").folder
-    'bases/main/final/main'
+    Attributes:
+        checkpoint: Name of the checkpoint.
+        run: Name of the run.
+        capture: Name of the captures that use the basis.
+
+    Example:
+        >>> BasisKey("final").folder
+        'bases/main/final/main'
     """
 
     root: ClassVar[str] = BASES
@@ -169,24 +210,28 @@ class BasisKey(_Key):
     checkpoint: str
     run: str = "main"
     capture: str = "main"
-    """The name of the captures that are kept in it."""
 
     @property
     def of_moments(self) -> bool:
-        """Whether moments lie there that belong to a capture.
+        """True if the block holds the moments of a capture.
 
-        >>> CaptureKey("final", "train").moments.of_moments, BasisKey("final").of_moments
-        (True, False)
+        Example:
+            >>> CaptureKey("final", "train").moments.of_moments, BasisKey("final").of_moments
+            (True, False)
         """
         return _MOMENTS.search(self.capture) is not None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class EvaluationKey(_Key):
-    """Which evaluation of an attribution.
+    """Name a saved evaluation.
 
-    >>> EvaluationKey("lds-kernel").folder
-    'evaluations/lds-kernel'
+    Attributes:
+        name: Name of the evaluation.
+
+    Example:
+        >>> EvaluationKey("lds-kernel").folder
+        'evaluations/lds-kernel'
     """
 
     root: ClassVar[str] = EVALUATIONS
@@ -195,13 +240,13 @@ class EvaluationKey(_Key):
 
 
 BlockKey = CaptureKey | ScoresKey | BasisKey | EvaluationKey
-"""What names a block: a capture, saved scores, a basis, or an evaluation."""
+"""Key of a block: a capture, saved scores, a basis or an evaluation."""
 
 
-def key_of(folder: str) -> BlockKey:
-    """The key of the block that lies in a folder.
+def parse_block_key(folder: str) -> BlockKey:
+    """Return the key of the block in a folder.
 
-    >>> key_of("scores/dot")
+    >>> parse_block_key("scores/dot")
     ScoresKey(name='dot')
     """
     root, *names = folder.split("/")
@@ -212,41 +257,54 @@ def key_of(folder: str) -> BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training: what it was made with."""
+    """Record of one training run.
+
+    Attributes:
+        name: Name of the run.
+        config: Configuration, as JSON values.
+        code: Version of the code, for example a commit.
+        data: Fingerprint of the data set.
+    """
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     code: str | None = None
-    """The version of the code, for example a commit."""
     data: str | None = None
-    """The fingerprint of the data set."""
 
     def __post_init__(self) -> None:
-        checked_name("run", self.name)
+        validate_name("run", self.name)
         instance("config", self.config, Mapping, error=StoreError)
         for name in ("code", "data"):
-            # Whatever text it is: documents keep any.
+            # Any text is accepted.
             instance(name, getattr(self, name), (str, type(None)), error=StoreError)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One state of the weights of a run."""
+    """Record of one state of the weights of a run.
+
+    Attributes:
+        run: Name of the run.
+        name: Name of the checkpoint.
+        weights: Fingerprint of the weights.
+        step: Training step.
+        lr: Learning rate at that step.
+        parent: Name of the previous checkpoint.
+        function: Fingerprint of the function that the model computes with the weights.
+    """
 
     run: str
     name: str
     weights: str
-    """The fingerprint of the weights."""
     step: int | None = None
     lr: float | None = None
     parent: str | None = None
     function: str | None = None
-    """The fingerprint of the function that the model computes with the weights."""
 
     def __post_init__(self) -> None:
         check_fields(self, StoreError)
-        checked_name("run", self.run)
-        checked_name("checkpoint", self.name)
+        validate_name("run", self.run)
+        validate_name("checkpoint", self.name)
         if self.step is not None:
             step = count("step", self.step, error=StoreError, least=-LARGEST, most=LARGEST)
             object.__setattr__(self, "step", step)
@@ -290,27 +348,27 @@ _ABOVE = re.compile(
     rf"(?:{BLOCKS}(?:/{_N}){{1,4}}|{BASES}(?:/{_N}){{1,3}}|(?:{SCORES}|{EVALUATIONS}|{ROWS}|{RUNS}|{DECISIONS})/{_N}"
     rf"|{_RUN}/ckpt/{_N})"
 )
-_OURS = (".json", ".safetensors")
+_OWN_SUFFIXES = (".json", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFile:
-    """What a name in a store says."""
+    """Kind, owner and number of a file, parsed from its key."""
 
     kind: str
-    """One of those of `_PATTERNS`."""
+    """One of the keys of `_PATTERNS`."""
     folder: str
-    """The block, row set, run or checkpoint it belongs to; of a record, what it tells of."""
+    """Block, row set, run or checkpoint that the file belongs to, or that a record is about."""
     number: int
-    """The version, segment, row or size in the name; -1 where there is none."""
+    """Version, segment, row or size in the name; -1 if the name has none."""
 
 
-def known_file(key: str) -> KnownFile | None:
-    """What a key is the name of; None if gradkeep gives no such name.
+def parse_file_key(key: str) -> KnownFile | None:
+    """Parse the key of a file; return None if gradkeep writes no file of that name.
 
-    >>> known_file("scores/dot/seg/000002.safetensors")
+    >>> parse_file_key("scores/dot/seg/000002.safetensors")
     KnownFile(kind='segment', folder='scores/dot', number=2)
-    >>> known_file("scores/dot/notes.txt")
+    >>> parse_file_key("scores/dot/notes.txt")
     """
     for kind, pattern in _FILES:
         match = pattern.fullmatch(key)
@@ -321,23 +379,25 @@ def known_file(key: str) -> KnownFile | None:
 
 
 def is_folder_name(key: str) -> bool:
-    """Whether gradkeep gives this name to folders only."""
+    """Return True if gradkeep gives this name to folders only."""
     return _FOLDERS.fullmatch(key) is not None
 
 
 def may_be_folder_name(key: str) -> bool:
-    """Whether a folder of gradkeep can have this name: of a run, a capture, a set of rows."""
+    """Return True if a folder of a run, capture or row set can have this name."""
     return _ABOVE.fullmatch(key) is not None
 
 
-def looks_like_ours(key: str) -> bool:
-    """Whether a file that is not in its place was probably put there by gradkeep, or in its name."""
+def looks_like_own_file(key: str) -> bool:
+    """Return True if a misplaced file was probably written by gradkeep."""
     name = key.rpartition("/")[2]
-    return name.endswith(_OURS) or (name.startswith("samples-") and name.endswith(".parquet"))
+    return name.endswith(_OWN_SUFFIXES) or (
+        name.startswith("samples-") and name.endswith(".parquet")
+    )
 
 
-def recorded_file(head: KnownFile) -> str:
-    """The file that a record under `heads/` tells of."""
+def file_of_record(head: KnownFile) -> str:
+    """Return the key of the file that a record below `heads/` is about."""
     folder, number = head.folder, head.number
     if folder.startswith(f"{RUNS}/"):
         return f"{folder}/{'ckpt.json' if '/ckpt/' in folder else 'run.json'}"
@@ -347,22 +407,22 @@ def recorded_file(head: KnownFile) -> str:
 
 
 def row_part(file: KnownFile) -> str | None:
-    """Below which part of a row set's records a row or a failed attempt is recorded."""
+    """Return the part of a row set's records that records a row or a failed attempt."""
     parts = {"row": "rows", "failure": "failed"}
     return parts.get(file.kind)
 
 
 def record_folder(file: KnownFile) -> str | None:
-    """Below which folder of `heads/` a file is recorded; None if it is not."""
+    """Return the folder below `heads/` in which a file is recorded, or None."""
     if file.kind == "size":
         return f"{file.folder}/size"
     return file.folder if file.kind in ("run", "checkpoint", "manifest") else None
 
 
-def is_recorded_step(key: str) -> bool:
-    """Whether people put it there for the page: a step that was recorded, as `remat/NAME.log`.
+def is_step_log(key: str) -> bool:
+    """Return True for a recorded training step that users put there for the page: `remat/NAME.log`.
 
-    >>> is_recorded_step("remat/step.log"), is_recorded_step("remat/a/step.log")
+    >>> is_step_log("remat/step.log"), is_step_log("remat/a/step.log")
     (True, False)
     """
     return re.fullmatch(rf"remat/{_N}\.log", key) is not None

@@ -1,13 +1,13 @@
 """Records of runs, checkpoints and published versions.
 
-When a version of a block is published, its number and the digest of its manifest are put under
-`heads/`, in the name of a small file. So a manifest that is gone, or was replaced by an older one, is
-noticed, and so is a block that is gone as a whole. Runs and checkpoints have such a record too.
+When a version of a block is published, its number and the digest of its manifest are stored in the
+name of a small file below `heads/`. A manifest that was deleted or replaced by an older one, or a
+whole block that was deleted, is then detected. Runs and checkpoints have such a record too.
 
-The order makes it safe at any moment. What is published comes first and its record after it: a
-process that dies in between leaves a version without a record, which is no damage, and the next
-writer adds it. What is removed on purpose loses its record first. So a record without its file always
-means that the file was lost. Stores of earlier versions have no records, and are read without.
+The order makes this safe at any moment. The file is published first, its record second: a process
+that dies in between leaves a version without a record, which is no damage, and the next writer adds
+it. Deletion removes the record first. A record without its file therefore always means that the file
+was lost. Stores of earlier versions have no records and can be read without them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradkeep.store._document import (
     Count,
     Record,
     T,
-    not_ours,
+    malformed_document,
     read_document,
     to_bytes,
 )
@@ -39,39 +39,41 @@ _NAME = re.compile(r"(\d{6,18})-([0-9a-f]{32})\.json")
 
 
 def run_folder(run: str) -> str:
-    """Where the record of a run lies."""
     return f"{RUNS}/{run}"
 
 
 def checkpoint_folder(run: str, name: str) -> str:
-    """Where the record of a checkpoint lies."""
     return f"{RUNS}/{run}/ckpt/{name}"
 
 
-def checked_run(run: Run) -> Run:
-    """The run as it is recorded; raises `StoreError` if it cannot be."""
+def validate_run(run: Run) -> Run:
+    """Return the run with its config as JSON values; raise `StoreError` if that is impossible."""
     try:
         config = json.loads(json.dumps(dict(run.config), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"the config of run {run.name!r} cannot be recorded: {error}"[:300]
-        raise StoreError(problem, expected="texts, finite numbers, lists and objects") from None
+        raise StoreError(
+            f"the config of run {run.name!r} cannot be recorded",
+            code="store.invalid_config",
+            found=str(error)[:300],
+            expected="strings, finite numbers, lists and objects",
+        ) from None
     return dataclasses.replace(run, config=config)
 
 
 def read_run(backend: Backend, name: str) -> Run | None:
-    """The record of a run; None if there is none."""
+    """Read the record of a run; return None if there is none."""
     run = _read_record(backend, f"{run_folder(name)}/run.json", Run)
     if run is not None and run.name != name:
-        raise not_ours(backend.describe(run_folder(name)), "the record of another run")
+        raise malformed_document(backend.describe(run_folder(name)), "the record of another run")
     return run
 
 
 def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
-    """The record of a checkpoint; None if there is none."""
+    """Read the record of a checkpoint; return None if there is none."""
     folder = checkpoint_folder(run, name)
     checkpoint = _read_record(backend, f"{folder}/ckpt.json", Checkpoint)
     if checkpoint is not None and (checkpoint.run, checkpoint.name) != (run, name):
-        raise not_ours(backend.describe(folder), "the record of another checkpoint")
+        raise malformed_document(backend.describe(folder), "the record of another checkpoint")
     return checkpoint
 
 
@@ -83,7 +85,7 @@ def _read_record(backend: Backend, key: str, kind: type[T]) -> T | None:
 
 
 class Head(Record, frozen=True):
-    """The second record of what was published: outside of the folder that it is about."""
+    """Second record of a published file, outside of the folder that it is about."""
 
     of: str
     version: Count
@@ -91,12 +93,12 @@ class Head(Record, frozen=True):
 
 
 def head_key(folder: str, version: int, xxh3: str) -> str:
-    """The name of a record: what it tells of, which version, and the digest of its bytes."""
+    """Return the key of a record: folder, version and digest of the published bytes."""
     return f"{HEADS}/{folder}/{version:06d}-{xxh3}.json"
 
 
-def heads_of(backend: Backend, folder: str) -> dict[int, frozenset[str]]:
-    """For every version that is recorded, the digest of its bytes; of a sound store there is one."""
+def read_heads(backend: Backend, folder: str) -> dict[int, frozenset[str]]:
+    """Read the digests recorded for each version; an undamaged store has one per version."""
     heads: dict[int, frozenset[str]] = {}
     for entry in backend.list(f"{HEADS}/{folder}"):
         match = _NAME.fullmatch(entry.name)
@@ -107,10 +109,10 @@ def heads_of(backend: Backend, folder: str) -> dict[int, frozenset[str]]:
 
 
 def head_keys(backend: Backend, folder: str) -> dict[str, int]:
-    """The names of all records of a folder, and the version each tells of."""
+    """List all records of a folder, with the version of each."""
     return {
         head_key(folder, version, digest): version
-        for version, digests in heads_of(backend, folder).items()
+        for version, digests in read_heads(backend, folder).items()
         for digest in digests
     }
 
@@ -118,8 +120,8 @@ def head_keys(backend: Backend, folder: str) -> dict[str, int]:
 def record_head(
     backend: Backend, folder: str, version: int, xxh3: str, *, durability: Durability
 ) -> None:
-    """Record what was published; done again by whoever finds that its writer died before this."""
+    """Record a published version; repeated by the next process if its writer died before this."""
     data = to_bytes({"of": folder, "version": version, "digest": xxh3})
-    # A store that may only be read is read all the same.
+    # A read-only store stays readable.
     with contextlib.suppress(ReadOnlyError):
         backend.put_if_absent(head_key(folder, version, xxh3), [data], durability=durability)

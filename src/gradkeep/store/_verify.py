@@ -1,6 +1,6 @@
-"""Check every byte of a store: what is damaged, what is missing, what does not belong there.
+"""Check every byte of a store for damaged, missing and unknown files.
 
-Nothing that is found in a store makes a check raise: what cannot be read is damage, with the reason.
+No content of a store makes a check raise: files that cannot be read are reported as damage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradkeep.store._document import (
     LARGE_DOCUMENT,
     LARGEST_DOCUMENT,
     SMALL_DOCUMENT,
-    not_ours,
+    malformed_document,
     read_bytes,
     read_document,
 )
@@ -28,13 +28,13 @@ from gradkeep.store._keys import (
     CATALOG,
     ROWS,
     KnownFile,
+    file_of_record,
     is_folder_name,
-    is_recorded_step,
-    key_of,
-    known_file,
-    looks_like_ours,
+    is_step_log,
+    looks_like_own_file,
     may_be_folder_name,
-    recorded_file,
+    parse_block_key,
+    parse_file_key,
     row_part,
 )
 from gradkeep.store._records import Head, head_key, read_checkpoint, read_run
@@ -65,41 +65,51 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = {"schema": LARGE_DOCUMENT, "run": LARGE_DOCUMENT, "manifest": LARGEST_DOCUMENT}
 _OF_ROWS = ("segment", "packed", "row")
-"""The kinds of files that hold rows, and so nearly all bytes."""
+"""Kinds of files that hold rows, and so nearly all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is not as it was written."""
+    """One damaged or missing file.
+
+    Attributes:
+        path: Key of the file in the store.
+        tensor: Tensor inside a segment, if the damage is inside one.
+        what: Description of the damage.
+    """
 
     path: str
-    """The key of the file in the store."""
     tensor: str | None
-    """The tensor inside a segment, if the damage is inside one."""
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check of the whole store, or of a sample of its segments, found."""
+    """Result of checking a store, or a sample of its segments.
+
+    Attributes:
+        files: Number of files.
+        bytes: Bytes that were checked.
+        damage: Damaged and missing files.
+        orphans: Unfinished writes whose writer is gone.
+        unknown: Files that gradkeep did not write; they are ignored.
+        repaired: A sentence for each repair.
+        segments: Number of files that hold rows.
+        read: Number of them that were read; fewer than `segments` if a sample was checked.
+    """
 
     files: int
     bytes: int
     damage: tuple[Damage, ...]
     orphans: tuple[str, ...]
-    """Unfinished writes whose writer is gone."""
     unknown: tuple[str, ...]
-    """Files that gradkeep did not put there; they are left alone."""
     repaired: tuple[str, ...]
-    """What was done, a sentence each."""
     segments: int = 0
-    """Files of rows that there are."""
     read: int = 0
-    """How many of them were read: all, or as many as a sample had."""
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is damaged."""
+        """True if nothing is damaged."""
         return not self.damage
 
 
@@ -112,24 +122,37 @@ def verify(
     seed: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
-    """Read every file of a store and compare it with its checksums and with what names it; O(bytes).
+    """Compare every file of a store with its checksums and with the files that name it; O(bytes).
 
-    With `sample`, of the files that hold rows only so many are read, drawn anew each time or by `seed`;
-    that all others exist is still seen, and all documents are checked. `Verdict.read` says how many.
+    Files that were sealed, packed or recorded and are missing are found too. With `repair`, damaged files
+    are moved to the store's quarantine, so that running the work again recreates exactly them, and
+    unfinished writes are removed. Nothing else is changed.
 
-    What was sealed, packed or recorded and is gone is found too. With `repair`, damaged files are
-    moved to the store's quarantine, so that running the work again recreates exactly them, and
-    unfinished writes are removed. Nothing else is changed. A path is best given as it is: a store
-    whose own document is damaged cannot be opened, but checked.
+    Args:
+        store: The store or its path. Pass the path if `STORE.json` may be damaged: such a store cannot be
+            opened, but it can be checked.
+        repair: Quarantine damaged files and remove unfinished writes.
+        sample: Read only this many of the files that hold rows; the others are only checked for existence.
+            All documents are checked.
+        seed: Seed of the sample; a new sample each time by default.
+        progress: Called with the number of checked files and the number of all files.
 
-    >>> import gradkeep as gk, tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> store = gk.open(folder)
-    >>> gk.store.verify(folder).healthy
-    True
+    Returns:
+        The damage found, and what was repaired.
+
+    Raises:
+        NotAStoreError: There is no store.
+        FormatTooNewError: The store was written by a later version.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> store = gk.open(folder)
+        >>> gk.store.verify(folder).healthy
+        True
     """
     backend = store.backend if isinstance(store, Store) else backend_for(store)
-    Store.require_some(backend)
+    Store.require_store(backend)
     _arguments.optional(_arguments.count, "sample", sample, error=StoreError, least=1)
     _arguments.optional(_arguments.count, "seed", seed, error=StoreError)
     check = _Check(backend, sample, seed)
@@ -149,30 +172,30 @@ def verify(
         paths = dict.fromkeys(item.path for item in check.damage)
         repaired = (
             *repair_damage(backend, [key for key in paths if key not in check.unread], orphans),
-            # Bytes that nobody has seen may be sound: a disk that is away, a missing permission.
-            *(f"{key} was left where it is: it could not be read" for key in sorted(check.unread)),
+            # Unread bytes may be intact: an unmounted disk, a missing permission.
+            *(f"{key} was not moved: it could not be read" for key in sorted(check.unread)),
         )
-    found = tuple(check.damage)
+    damage = tuple(check.damage)
     return Verdict(
         len(check.keys),
         check.bytes,
-        found,
+        damage,
         orphans,
         tuple(check.unknown),
         repaired,
         segments=check.segments,
-        read=check.segments - len(check.left_out),
+        read=check.segments - len(check.skipped),
     )
 
 
 class _Check:
-    """One store while it is checked."""
+    """State of one check of a store."""
 
     def __init__(self, backend: Backend, sample: int | None, seed: int | None) -> None:
         self._backend = backend
         self.damage: list[Damage] = []
         self.unread: set[str] = set()
-        """What could not be read, so that nobody knows whether it is damaged."""
+        """Files that could not be read, and so may be intact."""
         self.unknown: list[str] = []
         self.bytes = 0
         self.keys: dict[str, Entry] = {}
@@ -180,14 +203,16 @@ class _Check:
         for key, entry in sorted(self._walk("")):
             self.keys[key] = entry
         self._known = {
-            key: file for key in self.keys if (file := known_file(key)) and key not in self._folders
+            key: file
+            for key in self.keys
+            if (file := parse_file_key(key)) and key not in self._folders
         }
         rows = [key for key, file in self._known.items() if file.kind in _OF_ROWS]
         self.segments = len(rows)
-        self.left_out: set[str] = set()
-        """Files of rows that are not read, where a sample is."""
+        self.skipped: set[str] = set()
+        """Files of rows that are not in the sample."""
         if sample is not None and sample < len(rows):
-            self.left_out = set(rows) - set(random.Random(seed).sample(rows, sample))
+            self.skipped = set(rows) - set(random.Random(seed).sample(rows, sample))
         manifests = [file for file in self._known.values() if file.kind == "manifest"]
         self._newest = {file.folder: 0 for file in manifests}
         for file in manifests:
@@ -210,16 +235,16 @@ class _Check:
             if not entry.is_folder:
                 if not key.startswith((CATALOG, f".{CATALOG}")):
                     yield key, entry
-            elif known_file(key) is not None:
+            elif parse_file_key(key) is not None:
                 self._folders.add(key)
                 yield key, entry
             elif key != QUARANTINE:
                 yield from self._walk(key)
 
     def files(self, progress: Callable[[int, int], None] | None) -> None:
-        """Look at every file by itself, and at what it names."""
+        """Check every file, and the files that it names."""
         if STORE_FILE not in self.keys:
-            self._note(STORE_FILE, "missing: without it this is no store")
+            self._note(STORE_FILE, "missing: every store needs this file")
         for done, key in enumerate(self.keys):
             if progress is not None:
                 progress(done, len(self.keys))
@@ -227,14 +252,14 @@ class _Check:
         if progress is not None:
             progress(len(self.keys), len(self.keys))
 
-    def _attempt(self, key: str, look: Callable[[], None]) -> None:
+    def _attempt(self, key: str, check: Callable[[], None]) -> None:
         try:
-            look()
+            check()
         except FileNotFoundError:
-            # A file can be deleted while we look: compaction, gc and leases do that.
+            # A file can be deleted meanwhile by compaction, gc or a lease.
             if self._is_there(key):
                 self._note(key, "it cannot be opened")
-        except Exception as error:  # the promise is that a check ends, whatever it meets
+        except Exception as error:  # no content of a store may end a check
             self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> None:
@@ -258,12 +283,12 @@ class _Check:
         elif file is None:
             self._foreign(key, entry)
         elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
-            self._note(key, "it lies in another folder than its number says")
+            self._note(key, "the folder does not match its number")
             self._misplaced.add((f"{file.folder}/{row_part(file)}", file.number))
         elif file.kind == "row record":
             if self._backend.read(key):
-                self._note(key, "a record of a row is empty: its name says all")
-        elif key in self.left_out:
+                self._note(key, "the record of a row is not empty")
+        elif key in self.skipped:
             return
         elif file.kind in _OF_ROWS:
             self._segment(key, file)
@@ -274,13 +299,13 @@ class _Check:
             self.bytes += entry.size
 
     def _foreign(self, key: str, entry: Entry) -> None:
-        if is_folder_name(key) or looks_like_ours(key) or may_be_folder_name(key):
-            self._backend.open(key).close()  # raises for a link, which is damage whatever its name
+        if is_folder_name(key) or looks_like_own_file(key) or may_be_folder_name(key):
+            self._backend.open(key).close()  # raises for a link
         if is_folder_name(key):
             self._note(key, "a file in place of a folder")
-        elif looks_like_ours(key):
-            self._note(key, "gradkeep puts no file of this name here")
-        elif not is_recorded_step(key):
+        elif looks_like_own_file(key):
+            self._note(key, "gradkeep writes no file of this name here")
+        elif not is_step_log(key):
             self.unknown.append(key)
         self.bytes += entry.size
 
@@ -301,53 +326,53 @@ class _Check:
         elif file.kind == "head":
             head = read_document(backend, key, Head)
             if head_key(head.of, head.version, head.published) != key:
-                problem = "another record than the name says"
+                problem = "a record that does not match its name"
         elif file.kind == "size":
             if read_document(backend, key, SizeRecord).num_rows != file.number:
-                problem = "another number of rows than the name says"
+                problem = "a number of rows that does not match its name"
         elif file.kind == "failure":
             if read_document(backend, key, FailureRecord).row != file.number:
-                problem = "a failure of another row than the name says"
+                problem = "a failure of a row that does not match its name"
         elif file.kind == "decision":
             decision = read_decision(backend, key)
             if decision_key(decision.split, decision.number) != key:
-                problem = "another decision than the name says"
+                problem = "a decision that does not match its name"
         elif file.kind == "lease":
             read_document(backend, key, LeaseRecord)
         if problem is not None:
-            raise not_ours(path, problem)
+            raise malformed_document(path, problem)
         self._digests[key] = xxhash.xxh3_128_hexdigest(data)
 
     def _manifest(self, key: str, file: KnownFile) -> None:
-        # What is recorded of it is compared afterwards, once it is known that it can be read.
+        # Its record is compared later, once the manifest is known to be readable.
         manifest = load_manifest(self._backend, file.folder, file.number, recorded={})
         self._manifests[key] = manifest
         schema = self._schema(file.folder)
         if schema is not None and schema.hash != manifest.schema_hash:
-            self._note(key, "it belongs to another schema than its block's")
+            self._note(key, "it has another schema than its block")
         if file.folder.startswith(f"{ROWS}/") and self._newest[file.folder] != file.number:
-            return  # of packed rows, nobody reads an older version
+            return  # older versions of packed rows are never read
         for entry in manifest.segments:
             named = f"{file.folder}/{entry.file}"
             if named not in self.keys and not self._is_there(named):
                 rows = f"version {manifest.version} needs its {entry.rows} rows"
                 self._note(named, f"missing: {rows}")
                 continue
-            if named in self.left_out:
+            if named in self.skipped:
                 continue
             with contextlib.suppress(GradkeepError, FileNotFoundError):
                 segment = Segment(self._backend, named)
                 segment.close()
                 if (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
-                    what = f"it is not the segment that version {manifest.version} names"
+                    what = f"it differs from the segment that version {manifest.version} lists"
                     self._note(named, what)
 
     def _schema(self, folder: str) -> Schema | None:
-        """The schema of a block, read once; None if it cannot be."""
+        """Load the schema of a block once; return None if it cannot be read."""
         if folder not in self._schemas:
             try:
                 self._schemas[folder] = load_schema(self._backend, folder)
-            except Exception:  # told of the schema itself
+            except Exception:  # already reported for the schema file
                 self._schemas[folder] = None
         return self._schemas[folder]
 
@@ -355,34 +380,34 @@ class _Check:
         with contextlib.closing(Segment(self._backend, key)) as segment:
             self.bytes += segment.size
             self._digests[key] = segment.digest
-            found = segment.check_everything()
-            for error in found:
+            errors = segment.check_everything()
+            for error in errors:
                 self._note(key, error.message, error.tensor)
-            if not found:
+            if not errors:
                 self._place(segment, file)
 
     def _place(self, segment: Segment, file: KnownFile) -> None:
-        """Whether a segment that is whole also lies where it belongs, and has all its arrays."""
+        """Check that an intact segment is in the right place and has all arrays of its schema."""
         ids = segment.small("ids")
         if file.kind == "row" and ids.tolist() != [file.number]:
-            self._note(segment.key, "it holds another row than its name says")
+            self._note(segment.key, "it holds a row that does not match its name")
         if file.kind in ("row", "packed") and len(ids):
             most = self._most_rows.get(file.folder, 0)
             self._most_rows[file.folder] = max(most, int(ids.max()) + 1)
         schema = self._schema(file.folder)
         if schema is None:
-            return  # told of the schema itself
+            return  # already reported for the schema file
         if segment.schema_hash != schema.hash:
-            self._note(segment.key, "it belongs to another schema")
+            self._note(segment.key, "it has another schema than its block")
             return
         for array in schema.arrays:
             segment.column(array)
         path = self._backend.local_path(segment.key)
         if path is not None:
-            self._by_library(path, segment)
+            self._check_with_safetensors(path, segment)
 
-    def _by_library(self, path: str, segment: Segment) -> None:
-        """Whether safetensors itself opens the file: other tools must be able to read it."""
+    def _check_with_safetensors(self, path: str, segment: Segment) -> None:
+        """Check that the safetensors library can open the file, as other tools do."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -392,7 +417,7 @@ class _Check:
             self._note(segment.key, f"safetensors cannot read it: {error}")
             return
         if names != set(segment.extents):
-            self._note(segment.key, "safetensors sees other tensors in it")
+            self._note(segment.key, "safetensors finds other tensors in it")
 
     def _samples(self, key: str, file: KnownFile) -> None:
         data = self._backend.read(key)
@@ -401,37 +426,39 @@ class _Check:
         try:
             block = Block(self._backend, file.folder, version=file.number)
             same = is_tied(key.rpartition("/")[2], block)
-            if same is None and samples_available():  # of an older version: only its content tells
-                same = holds_samples_of(data, block, key_of(file.folder).labels, path=key)
+            if (
+                same is None and samples_available()
+            ):  # written by an older version: compare the content
+                same = holds_samples_of(data, block, parse_block_key(file.folder).labels, path=key)
         except StoreError as error:
             if error.path == key:
                 raise
-            return  # what it was derived from is gone or damaged, which is told of that
+            return  # its source is missing or damaged, which is reported for the source
         if same is False:
-            self._note(key, f"it does not hold what version {file.number} holds")
+            self._note(key, f"it differs from version {file.number}")
 
     def recorded(self) -> None:
-        """Whether all that was recorded under `heads/` is there, and is what was recorded."""
-        told = {item.path for item in self.damage}
-        found: dict[str, list[str]] = {}
+        """Check that every file recorded under `heads/` exists and matches its record."""
+        reported = {item.path for item in self.damage}
+        targets: dict[str, list[str]] = {}
         for key, file in self._known.items():
-            if file.kind == "head" and key not in told:
-                found.setdefault(recorded_file(file), []).append(key)
-        for target, heads in found.items():
+            if file.kind == "head" and key not in reported:
+                targets.setdefault(file_of_record(file), []).append(key)
+        for target, heads in targets.items():
             digest = self._digests.get(target)
-            wanted = {head.rpartition("-")[2].removesuffix(".json") for head in heads}
-            if target in told or digest in wanted:
+            recorded_digests = {head.rpartition("-")[2].removesuffix(".json") for head in heads}
+            if target in reported or digest in recorded_digests:
                 continue
-            # What is removed on purpose loses its record first; what was put since is there now.
+            # A deliberate deletion removes the record first; a new file exists by now.
             if any(map(self._is_there, heads)):
                 if not self._is_there(target):
-                    self._note(target, "missing: it was published and recorded under heads/")
+                    self._note(target, "missing: it is recorded under heads/")
                 elif digest is not None:
-                    self._note(target, "it is not the one that was recorded under heads/")
+                    self._note(target, "it differs from its record under heads/")
 
     def recorded_rows(self) -> None:
-        """Whether every row and every failed attempt that was recorded is there."""
-        told = {item.path for item in self.damage}
+        """Check that every recorded row and failed attempt exists."""
+        reported = {item.path for item in self.damage}
         digests: dict[tuple[str, int], set[str]] = {}
         for key, file in self._known.items():
             part = row_part(file)
@@ -440,78 +467,77 @@ class _Check:
                 digests.setdefault(place, set()).add(self._digests.get(key, ""))
         lost: dict[tuple[str, int], list[str]] = {}
         for key, file in self._known.items():
-            there = digests.get((file.folder, file.number), set())
-            if file.kind == "row record" and key not in told and "" not in there:
-                # Of a failed attempt there may be several; a row that was lost and made again
-                # is one of those recorded.
+            present = digests.get((file.folder, file.number), set())
+            if file.kind == "row record" and key not in reported and "" not in present:
+                # A row can have several failed attempts, or several records if it was recomputed.
                 lost.setdefault((file.folder, file.number), []).append(key)
         for (folder, row), records in lost.items():
             self._note_lost(folder, row, records, digests.get((folder, row), set()))
 
-    def _note_lost(self, folder: str, row: int, records: list[str], there: set[str]) -> None:
-        """Note what was recorded of a row and is gone, unless it was packed or removed meanwhile."""
-        unmet = [key for key in records if key[-32:] not in there]
+    def _note_lost(self, folder: str, row: int, records: list[str], present: set[str]) -> None:
+        """Report a recorded row that is missing, unless it was packed or removed meanwhile."""
+        unmatched = [key for key in records if key[-32:] not in present]
         rows, _, part = folder.rpartition("/")[0].rpartition("/")
-        if not unmet or not any(map(self._is_there, unmet)):
+        if not unmatched or not any(map(self._is_there, unmatched)):
             return
         if (f"{rows}/{part}", row) in self._misplaced:
-            return  # told of the file itself
+            return  # already reported for the file
         if part == "failed":
-            for key in unmet:
-                self._note(key, f"missing: a failed attempt of row {row} that was recorded")
+            for key in unmatched:
+                self._note(key, f"missing: the recorded failed attempt of row {row}")
             return
         key = f"{folder}/{row}.safetensors"
-        if there and len(unmet) == len(records):
-            self._note(key, "it is not the one that was recorded under heads/")
-        elif not there and not self._is_there(key) and row not in self._packed_rows(rows):
-            self._note(key, "missing: it was put and recorded under heads/")
+        if present and len(unmatched) == len(records):
+            self._note(key, "it differs from its record under heads/")
+        elif not present and not self._is_there(key) and row not in self._packed_rows(rows):
+            self._note(key, "missing: it is recorded under heads/")
 
     def _packed_rows(self, folder: str) -> frozenset[int]:
         if folder not in self._packed:
             try:
                 self._packed[folder] = RowFiles(self._backend, folder, verify=False).packed_rows
-            except Exception:  # told of the manifest or schema itself
+            except Exception:  # already reported for the manifest or schema
                 self._packed[folder] = frozenset()
         return self._packed[folder]
 
     def chains(self) -> None:
-        """Whether each version names the one before it."""
-        told = {item.path for item in self.damage}
+        """Check that each version names its predecessor."""
+        reported = {item.path for item in self.damage}
         for key, manifest in self._manifests.items():
             file = self._known[key]
             before = f"{key.rpartition('/')[0]}/{file.number - 1:06d}.json"
             digest = self._digests.get(before)
-            if manifest.previous is None or digest is None or {key, before} & told:
+            if manifest.previous is None or digest is None or {key, before} & reported:
                 continue
             if manifest.previous != digest:
-                self._note(key, f"version {file.number - 1} is not the one it came after")
+                self._note(key, f"version {file.number - 1} is not its predecessor")
 
     def missing_schemas(self) -> None:
-        """Whether every block that holds anything has its schema."""
+        """Check that every block with files has its schema."""
         needed = ("segment", "packed", "row", "manifest", "size")
         for folder in sorted({x.folder for x in self._known.values() if x.kind in needed}):
             key = schema_key(folder)
             if key not in self.keys and not self._is_there(key):
-                self._note(key, "missing: the files beside it need it")
+                self._note(key, "missing: the block has other files")
 
     def sizes(self) -> None:
-        """Whether every set of rows is as large as the rows it holds."""
+        """Check that every row set is at least as large as the rows it holds."""
         for folder, most in sorted(self._most_rows.items()):
             files = self._known.values()
             sizes = [x.number for x in files if x.kind == "size" and x.folder == folder]
-            told = any(item.path.startswith(f"{folder}/{SIZES}") for item in self.damage)
-            if most > max(sizes, default=0) and not told:
+            is_reported = any(item.path.startswith(f"{folder}/{SIZES}") for item in self.damage)
+            if most > max(sizes, default=0) and not is_reported:
                 self._note(size_key(folder, most), f"missing: there are rows up to {most - 1}")
 
     def decisions(self) -> None:
-        """Whether the logs of decisions have no gaps."""
+        """Check that the logs of decisions have no gaps."""
         logs: dict[str, set[int]] = {}
         for file in self._known.values():
             if file.kind == "decision":
                 logs.setdefault(file.folder.partition("/")[2], set()).add(file.number)
-        for split, there in sorted(logs.items()):
-            for number in sorted(set(range(max(there))) - there):
-                self._note(decision_key(split, number), "missing: the log goes on after it")
+        for split, numbers in sorted(logs.items()):
+            for number in sorted(set(range(max(numbers))) - numbers):
+                self._note(decision_key(split, number), "missing: later decisions exist")
 
 
 def _in_its_folder(key: str, file: KnownFile) -> bool:

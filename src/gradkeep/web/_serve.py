@@ -49,7 +49,7 @@ def serve(
     _arguments.text("host", host, error=StoreError)
     _arguments.count("port", port, error=StoreError, most=65535)
     opened = store if isinstance(store, Store) else backend_for(store)
-    Store.require_some(opened.backend if isinstance(opened, Store) else opened)
+    Store.require_store(opened.backend if isinstance(opened, Store) else opened)
     local = _is_loopback(host)
     if not local and not allow_remote:
         raise StoreError(

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradkeep._preview import row_from_texts
 from gradkeep.errors import MissingRowsError
-from gradkeep.store import CaptureKey, Store, standing
+from gradkeep.store import CaptureKey, Store, current_decisions
 from gradkeep.store import open as open_store
 from gradkeep.web._background import TaskCache
 from gradkeep.web._parameters import Name, Rows  # noqa: TC001 - FastAPI reads them
@@ -121,7 +121,7 @@ class ServedStore:
         A decision about a label that the row no longer has (after a capture with corrected labels)
         does not count.
         """
-        decisions = standing(self.decisions(table.key.split))
+        decisions = current_decisions(self.decisions(table.key.split))
         labels = table.columns.get("label")
         positions = table.positions(np.fromiter(decisions, np.int64, len(decisions)))
         return {

@@ -12,7 +12,7 @@ from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gradkeep.errors import EvaluationError, StoreError
-from gradkeep.store import Decision, standing
+from gradkeep.store import Decision, current_decisions
 from gradkeep.web._evaluation_views import evaluation_view
 from gradkeep.web._parameters import MAX_ROW, NAME_PATTERN, Count, Name, Start
 from gradkeep.web._responses import to_json
@@ -115,7 +115,7 @@ def record_decision(served: ServedStore, body: DecisionBody) -> Decision:
         _validate_label(served, table, body.label, action=body.action)
     undone = None
     if body.action == "undo":
-        last = standing(served.decisions(body.split)).get(body.row)
+        last = current_decisions(served.decisions(body.split)).get(body.row)
         if last is None:
             raise StoreError(f"there is no decision about row {body.row} of {body.split!r}")
         undone = last.number
@@ -133,7 +133,9 @@ def export_decisions(
     served: ServedStore, split: Name = "train", form: Literal["csv", "json"] = "csv"
 ) -> Response:
     """Return the standing decisions as a file, one line for each row."""
-    decisions = sorted(standing(served.decisions(split)).values(), key=lambda one: one.number)
+    decisions = sorted(
+        current_decisions(served.decisions(split)).values(), key=lambda one: one.number
+    )
     lines = [
         {
             "id": one.row,

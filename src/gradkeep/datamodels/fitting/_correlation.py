@@ -40,15 +40,15 @@ class Correlation:
     predicted best: 0."""
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"{self.kind} {self.mean:.3f} [{self.mean_low:.3f}, {self.mean_high:.3f}] over "
             f"{self.models} models, mean of {len(self.value) - len(self.constant_outputs)} targets"
         )
         if self.constant_predictions:
-            told += f", {len(self.constant_predictions)} of them with constant predictions (0)"
+            text += f", {len(self.constant_predictions)} of them with constant predictions (0)"
         if self.constant_outputs:
-            told += f", without {len(self.constant_outputs)} whose output is constant"
-        return told
+            text += f", without {len(self.constant_outputs)} whose output is constant"
+        return text
 
 
 @checked(DatamodelsError)
@@ -136,13 +136,13 @@ def _percentiles(
     The draws are moved to have the value as their mean: a correlation of few models is too near
     to 0, that of a resample doubly so.
     """
-    found = np.full((2, drawn.shape[1]), np.nan)
+    percentiles = np.full((2, drawn.shape[1]), np.nan)
     for column in range(drawn.shape[1]):
         values = drawn[:, column]
         values = values[~np.isnan(values)]
         if len(values):
-            found[:, column] = np.percentile(values, tails) + value[column] - values.mean()
-    low, high = np.clip(found, -1, 1)
+            percentiles[:, column] = np.percentile(values, tails) + value[column] - values.mean()
+    low, high = np.clip(percentiles, -1, 1)
     return low, high
 
 

@@ -98,9 +98,9 @@ class PathSolver:
     ) -> torch.Tensor:
         """Solve for the examples that may have weights, then check all others; widen and repeat."""
         if len(problem.c) <= FEW and problem.c.device.type == "cpu":
-            found = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
-            if found is not None:
-                return found
+            solution = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
+            if solution is not None:
+                return solution
         all_examples = problem.c.shape[1]
         most = min(self.working, int(_WORTH * all_examples))
         # The strong rule: gradients move no faster than penalties, but for rare exceptions.
@@ -303,13 +303,13 @@ def predict_path(
     progress: Callable[[], None],
 ) -> AnyArray:
     """What every penalty of the path predicts for some models, float32 `[penalties, m', t]`."""
-    found = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
+    predictions = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
     predicted_by = predictor(masks)
 
     def visit(index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor, _: object) -> None:
         weights, bias = standard.in_mask_units(w)
-        found[index] = predicted_by(weights.astype(np.float32), bias)
+        predictions[index] = predicted_by(weights.astype(np.float32), bias)
         progress()
 
     follow_path(solver, standard, fractions, natural, visit)
-    return found
+    return predictions

@@ -73,10 +73,10 @@ class Datamodels:
 
     def __repr__(self) -> str:
         examples, targets = self.weights.shape
-        told = "" if self.held_out is None else f", held out: {self.held_out}"
+        text = "" if self.held_out is None else f", held out: {self.held_out}"
         return (
             f"Datamodels({self.options.penalty}, {self.num_models} models, {examples} examples, "
-            f"{targets} targets, gap <= {self.gap.max(initial=0.0):.1e}{told})"
+            f"{targets} targets, gap <= {self.gap.max(initial=0.0):.1e}{text})"
         )
 
     @property
@@ -87,17 +87,17 @@ class Datamodels:
     @checked(DatamodelsError)
     def predict(self, masks: Any) -> AnyArray:
         """The outputs of models trained on these subsets, `[m, t]`: 2 m n t operations."""
-        given = Masks.of(masks)
-        self._check_examples(given)
-        return predict(given, self.weights, self.bias)
+        packed = Masks.of(masks)
+        self._check_examples(packed)
+        return predict(packed, self.weights, self.bias)
 
     @checked(DatamodelsError)
     def score(
         self, masks: Any, outputs: Any, *, kind: Literal["pearson", "spearman"] = "pearson"
     ) -> Correlation:
         """How well the outputs of models that were not fitted are predicted, with intervals."""
-        given = Masks.of(masks)
-        return correlation(self.predict(given), self._outputs(given, outputs), kind=kind)
+        packed = Masks.of(masks)
+        return correlation(self.predict(packed), self._outputs(packed, outputs), kind=kind)
 
     @checked(DatamodelsError)
     def add(self, masks: Any, outputs: Any) -> Datamodels:
@@ -108,9 +108,9 @@ class Datamodels:
         """
         from gradkeep.datamodels.fitting._fit import grown
 
-        given = Masks.of(masks)
-        self._check_examples(given)
-        return grown(self, given, self._outputs(given, outputs))
+        packed = Masks.of(masks)
+        self._check_examples(packed)
+        return grown(self, packed, self._outputs(packed, outputs))
 
     @checked(DatamodelsError)
     def save(self, store: Store | str | os.PathLike[str], name: str) -> None:
@@ -141,18 +141,18 @@ def open_store(store: Store | str | os.PathLike[str], *, create: bool = True) ->
     return store if isinstance(store, stores.Store) else stores.open(store, create=create)
 
 
-def _save(found: Datamodels, store: Store, name: str) -> None:
+def _save(fitted: Datamodels, store: Store, name: str) -> None:
     """Write a fit under `scores/<name>`, and its counts under `scores/<name>.counts`."""
-    n, targets = found.weights.shape
-    options, held, sums = found.options, found.held_out, found.counts
+    n, targets = fitted.weights.shape
+    options, held, sums = fitted.options, fitted.held_out, fitted.counts
     facts: dict[str, Any] = {
         "kind": _KIND,
         **{part: getattr(options, part) for part in _OPTIONS},
         "scratch": None if options.scratch is None else str(options.scratch),
-        "num_models": found.num_models,
-        "repeated_masks": found.repeated_masks,
-        "constant_targets": " ".join(map(str, found.constant_targets)),
-        "constant_examples": " ".join(map(str, found.constant_examples)),
+        "num_models": fitted.num_models,
+        "repeated_masks": fitted.repeated_masks,
+        "constant_targets": " ".join(map(str, fitted.constant_targets)),
+        "constant_examples": " ".join(map(str, fitted.constant_examples)),
         "counts": sums is not None,
     }
     if held is not None:
@@ -160,8 +160,8 @@ def _save(found: Datamodels, store: Store, name: str) -> None:
         facts |= {f"held_{part}": " ".join(map(str, getattr(held, part))) for part in _HELD_LISTS}
     absent = np.full(targets, np.nan)
     columns: dict[str, AnyArray] = {
-        "weights": found.weights.T,
-        **{part: getattr(found, part) for part in ("bias", "lam", "gap")},
+        "weights": fitted.weights.T,
+        **{part: getattr(fitted, part) for part in ("bias", "lam", "gap")},
         **{part: absent if sums is None else getattr(sums, part) for part in _SUMS},
         "held": absent if held is None else held.value,
         "held_low": absent if held is None else held.low,
@@ -169,9 +169,9 @@ def _save(found: Datamodels, store: Store, name: str) -> None:
     }
     arrays = [Array("weights", options.dtype, (n,), "data")]
     arrays += [Array(part, "float64", nan="keep") for part in _PER_TARGET]
-    if found.prior is not None and found.prior_scale is not None:
+    if fitted.prior is not None and fitted.prior_scale is not None:
         arrays += [Array("prior", "float64", (n,), "data"), Array("prior_scale", "float64")]
-        columns |= {"prior": found.prior.T, "prior_scale": found.prior_scale}
+        columns |= {"prior": fitted.prior.T, "prior_scale": fitted.prior_scale}
     if sums is not None:
         _save_counts(sums, options, store, name)
     _write(

@@ -105,15 +105,15 @@ class Study:
         data = load_dataset(dataset)
         count = count_of(data)
         check_alpha(alpha, num_examples=count)
-        given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
-        for key, one in given.items():
+        named_outputs = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
+        for key, one in named_outputs.items():
             _arguments.text("a name in outputs", key, error=DatamodelsError)
             _arguments.instance(f"outputs[{key!r}]", one, Output, error=DatamodelsError)
         self._blank = _blank(train_fn, keep_models)
         self.job = StudyJob(
             dataset,
             train_fn,
-            given,
+            named_outputs,
             count,
             alpha,
             subsets,
@@ -224,8 +224,8 @@ class Study:
         study, with the splits `train` (row i is column i of the masks) and `test`; `options` are
         those of `gradkeep.capture`. Needs `keep_models`; interrupted, it resumes.
         """
-        asked = self.job.outputs[self._output(output)].examples if test is None else test
-        if asked is None:
+        queries = self.job.outputs[self._output(output)].examples if test is None else test
+        if queries is None:
             raise DatamodelsError(
                 "this output does not say which examples it is about", fix="pass them as test="
             )
@@ -240,13 +240,13 @@ class Study:
                 found=", ".join(taken),
                 expected="the model's number as checkpoint, the study's name as run",
             )
-        splits = {"train": self.job.data(), "test": asked}
+        splits = {"train": self.job.data(), "test": queries}
         loaders = {split: _loader(data, batch_size) for split, data in splits.items()}
-        kept: list[Captured] = []
+        captured: list[Captured] = []
         for index in self.done().tolist() if models is None else models:
             model = self.model(index)
             for split, loader in loaders.items():
-                found = capture(
+                result = capture(
                     self.store,
                     model,
                     loader,
@@ -256,9 +256,9 @@ class Study:
                     run=self.name,
                     **{"mode": "eval", "progress": False, **options},
                 )
-                assert isinstance(found, Captured)
-                kept.append(found)
-        return kept
+                assert isinstance(result, Captured)
+                captured.append(result)
+        return captured
 
     @checked(DatamodelsError)
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
@@ -270,7 +270,7 @@ class Study:
     @checked(DatamodelsError)
     def verify_removals(
         self,
-        found: Datamodels,
+        fitted: Datamodels,
         removals: Sequence[Any],
         *,
         output: str | None = None,
@@ -289,19 +289,19 @@ class Study:
         sets = [checked_ids("examples", removed, job.num_examples) for removed in removals]
         if control:
             sets += control_sets([one[whole[one]] for one in sets], whole, seed=job.seed)
-        wanted = [whole]
+        masks = [whole]
         for removed in sets:
             mask = whole.copy()
             mask[removed] = False
-            wanted.append(mask)
-        found_outputs = self.retrain(np.stack(wanted), output=output, repeats=repeats, **options)
+            masks.append(mask)
+        found_outputs = self.retrain(np.stack(masks), output=output, repeats=repeats, **options)
         answers = {
             (mask.tobytes(), repeat): found_outputs[place, repeat]
-            for place, mask in enumerate(wanted)
+            for place, mask in enumerate(masks)
             for repeat in range(repeats)
         }
         return verify_removals(
-            found,
+            fitted,
             removals,
             lambda mask, seed: answers[np.asarray(mask, np.bool_).tobytes(), seed],
             base=whole,
@@ -321,24 +321,24 @@ class Study:
         `run`. Cost: K x repeats trainings.
         """
         _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
-        output, wanted = self._output(output), Masks.of(masks)
-        if wanted.num_examples != self.job.num_examples:
+        output, packed = self._output(output), Masks.of(masks)
+        if packed.num_examples != self.job.num_examples:
             raise DatamodelsError(
                 "masks are of other examples",
-                found=f"{wanted.num_examples} columns",
+                found=f"{packed.num_examples} columns",
                 expected=self.job.num_examples,
             )
         alone = dataclasses.replace(
             self.job, keep_models=False, outputs={output: self.job.outputs[output]}
         )
-        digest = xxhash.xxh3_64_hexdigest(wanted.bits.tobytes() + output.encode())
+        digest = xxhash.xxh3_64_hexdigest(packed.bits.tobytes() + output.encode())
         name, known = f"{self.name}{_RETRAINED}{digest}", self.schema
         arrays = (known.array(MASKS), known.array(output))
         schema = stores.Schema(arrays, fingerprints=known.fingerprints)
-        rows = self.store.rows(name, schema, num_rows=len(wanted) * repeats)
+        rows = self.store.rows(name, schema, num_rows=len(packed) * repeats)
         if alone.stacked:
             options.setdefault("batch", MANY)
-        outcome = farm.run(self.store, name, RetrainJob(alone, wanted), **options)
+        outcome = farm.run(self.store, name, RetrainJob(alone, packed), **options)
         if not outcome.complete:
             why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
             raise DatamodelsError(
@@ -346,13 +346,13 @@ class Study:
                 path=rows.path,
                 found="; ".join([str(outcome.progress), *why]),
             )
-        values = rows.read(np.arange(len(wanted) * repeats), [output])[output]
-        by_repeat = np.asarray(values).reshape(repeats, len(wanted), *values.shape[1:])
+        values = rows.read(np.arange(len(packed) * repeats), [output])[output]
+        by_repeat = np.asarray(values).reshape(repeats, len(packed), *values.shape[1:])
         return np.asarray(by_repeat.swapaxes(0, 1))
 
     def _read(self, models: Sequence[int] | None, name: str) -> AnyArray:
-        wanted = self.done() if models is None else np.asarray(models)
-        return np.asarray(self.rows.read(wanted, [name])[name])
+        indices = self.done() if models is None else np.asarray(models)
+        return np.asarray(self.rows.read(indices, [name])[name])
 
     def _output(self, name: str | None) -> str:
         names = list(self.job.outputs)
@@ -362,7 +362,7 @@ class Study:
             raise DatamodelsError("which output?", found=name, expected=" or ".join(names))
         return name
 
-    def _choose(self, data: Any, wanted: bool | None) -> bool:
+    def _choose(self, data: Any, requested: bool | None) -> bool:
         """Whether models are trained many at a time: as recorded, as asked, or as measured."""
         job = self.job
         possible = (
@@ -371,14 +371,14 @@ class Study:
             and job.memory_budget is None
             and all(output.of_logits is not None for output in job.outputs.values())
         )
-        if wanted and not possible:
+        if requested and not possible:
             raise DatamodelsError(
                 "these models cannot be trained stacked",
                 expected='a Training, subsets="fixed", outputs that follow from logits, no budget',
                 fix="leave out stacked=True",
             )
-        if not possible or wanted is not None:
-            return bool(wanted)
+        if not possible or requested is not None:
+            return bool(requested)
         for begun in self.store.row_sets():
             # A study goes on as it began: then no row depends on who trained it.
             if begun == self.name or begun.startswith(f"{self.name}{_RETRAINED}"):
@@ -444,8 +444,8 @@ def is_pair(data: Any) -> bool:
 def fingerprint_of(data: Any) -> str:
     """A digest of the examples in memory; of anything else, their number."""
     digest = xxhash.xxh3_128()
-    kept = [getattr(data, name, None) for name in ("inputs", "labels")]
-    parts = kept if all(hasattr(part, "shape") for part in kept) else data
+    values = [getattr(data, name, None) for name in ("inputs", "labels")]
+    parts = values if all(hasattr(part, "shape") for part in values) else data
     if not isinstance(parts, tuple | list) or not all(hasattr(part, "shape") for part in parts):
         return f"{len(data)} examples"
     for part in parts:

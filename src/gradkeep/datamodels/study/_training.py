@@ -90,8 +90,8 @@ class Training:
 
     def make_optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer of these parameters, of one model or of many stacked."""
-        made: torch.optim.Optimizer = self._optimizer()(parameters, lr=self.lr, **self.options)
-        return made
+        optimizer: torch.optim.Optimizer = self._optimizer()(parameters, lr=self.lr, **self.options)
+        return optimizer
 
     def _optimizer(self) -> Any:
         import torch
@@ -218,11 +218,11 @@ def stacks_well(training: Training, inputs: torch.Tensor, labels: torch.Tensor, 
             for rows, seed in zip(subsets, seeds, strict=True)
         ]
     )
-    asked = inputs[:few]
+    probe = inputs[:few]
     with torch.no_grad():
-        wanted = torch.stack([model.eval()(asked) for model in models])
-    found = ask(asked)
-    same = (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+        separate_logits = torch.stack([model.eval()(probe) for model in models])
+    stacked_logits = ask(probe)
+    same = (stacked_logits - separate_logits).abs().max() <= TOLERANCE * separate_logits.abs().max()
     return bool(same) and alone > 1.2 * together
 
 
@@ -279,8 +279,8 @@ class StudyJob:
         sizes, rows = masks.sum(1), [dict[str, Any]() for _ in seeds]
         for size in np.unique(sizes):
             places = np.flatnonzero(sizes == size).tolist()
-            found = self._together(masks[places], [seeds[place] for place in places])
-            for place, row in zip(places, found, strict=True):
+            trained = self._together(masks[places], [seeds[place] for place in places])
+            for place, row in zip(places, trained, strict=True):
                 rows[place] = row
         return rows
 
@@ -334,15 +334,15 @@ class StudyJob:
         inputs, labels = tensors(self.data())
         subsets = torch.from_numpy(np.stack([np.flatnonzero(mask) for mask in masks]))
         weights, ask = train_many(self.train_fn, inputs, labels, subsets, seeds)
-        found = {}
+        outputs = {}
         for name, output in self.outputs.items():
             assert output.of_logits is not None
-            asked, right = tensors(output.examples)
-            found[name] = output.of_logits(ask(asked), right).numpy().astype(output.dtype)
+            queries, right = tensors(output.examples)
+            outputs[name] = output.of_logits(ask(queries), right).numpy().astype(output.dtype)
         rows: list[dict[str, Any]] = []
         for place, mask in enumerate(masks):
             row: dict[str, Any] = {MASKS: mask}
-            row.update({name: values[place] for name, values in found.items()})
+            row.update({name: values[place] for name, values in outputs.items()})
             if self.keep_models:
                 row[WEIGHTS] = flat_weights({n: value[place] for n, value in weights.items()})
             rows.append(row)

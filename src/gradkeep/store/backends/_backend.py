@@ -1,7 +1,7 @@
-"""What a place must offer to hold a store: immutable bytes under names.
+"""Interface of a place that can hold a store: immutable bytes under names.
 
-The whole safety argument rests on `put_if_absent`: it is the only way bytes enter, it never
-overwrites, and it returns only when the bytes are as durable as was asked.
+Safety rests on `put_if_absent`: it is the only way to write, it never overwrites, and it returns only
+when the bytes are as durable as requested.
 """
 
 from __future__ import annotations
@@ -22,134 +22,262 @@ Durability = Literal["full", "process"]
 """`full` survives a power cut, `process` only the death of the process."""
 
 QUARANTINE = "quarantine"
-"""Where damaged files are moved, inside the store."""
+"""Folder of the store to which damaged files are moved."""
 
 
 class Entry(NamedTuple):
-    """One name in a listing."""
+    """One name in a listing.
+
+    Attributes:
+        name: Last part of the key.
+        size: Bytes; 0 for a folder.
+        is_folder: True for a folder.
+        modified: Seconds since the epoch; 0 if unknown.
+    """
 
     name: str
-    """The last part of the key."""
     size: int
-    """Bytes; 0 for a folder."""
     is_folder: bool
     modified: float = 0.0
-    """Seconds since the epoch, where the place knows."""
 
 
 class Readable(ABC):
-    """One opened, immutable value."""
+    """One opened, immutable value.
+
+    Attributes:
+        size: Bytes of the value.
+        identity: Changes when the bytes under the name are replaced; used to verify once per process.
+        settled: True if the value is old enough for `identity` to detect a later change.
+    """
 
     size: int
     identity: tuple[object, ...]
-    """Changes when the bytes under the name were replaced; used to verify once per process."""
     settled: bool
-    """Whether the value is old enough for `identity` to notice a later change."""
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes `[offset, offset + length)`; fewer at the end."""
+        """Read bytes `[offset, offset + length)`; fewer at the end.
+
+        Args:
+            offset: First byte.
+            length: Number of bytes.
+
+        Returns:
+            The bytes.
+        """
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`; raises EOFError when the value is too short."""
+        """Fill a buffer with the bytes from `offset` on.
+
+        Args:
+            buffer: Memory to fill.
+            offset: First byte.
+
+        Raises:
+            EOFError: The value is too short.
+        """
 
     @abstractmethod
-    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
-        """The whole value, without a copy where the place allows it.
+    def map(self, prefetch: Sequence[tuple[int, int]] = ()) -> memoryview:
+        """Return the whole value, without a copy if possible.
 
-        The byte ranges `[start, stop)` in `soon` are about to be read: a place that can read ahead
-        does it now.
+        Args:
+            prefetch: Byte ranges `[start, stop)` that will be read next; a backend that can read ahead does
+                so now.
+
+        Returns:
+            The bytes.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the handle; maps stay valid."""
+        """Close the handle; maps stay valid."""
 
 
 class Backend(ABC):
-    """A place for a store: a folder, memory, a bucket."""
+    """Place that can hold a store: a folder, memory, a bucket.
+
+    Subclass it to support another place, and register the subclass with `register_backend`.
+
+    Attributes:
+        location: Name of the place in messages.
+        remote: True if opening a value is slow enough to open the next one in the background.
+    """
 
     location: str
-    """How messages name the place."""
     remote = False
-    """Whether opening a value takes so long that the next one is worth opening meanwhile."""
 
     @abstractmethod
     def put_if_absent(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
-        """Put the joined `parts` under `key`, atomically and only if the name is free.
+        """Write the joined `parts` under `key`, atomically, and only if the name is free.
 
-        True if this call created it, False if the very same bytes were there already;
-        raises `ConflictError` if other bytes were, `WriteFailedError` if the place refused.
+        Args:
+            key: Name of the value.
+            parts: Buffers whose concatenation is the value.
+            durability: What the value must survive when this returns.
+
+        Returns:
+            True if this call created the value, False if the same bytes were there already.
+
+        Raises:
+            ConflictError: The name has other bytes.
+            WriteFailedError: The bytes could not be written.
         """
 
     @abstractmethod
     def open(self, key: str) -> Readable:
-        """Open a value; FileNotFoundError if there is none."""
+        """Open a value.
+
+        Args:
+            key: Name of the value.
+
+        Returns:
+            A handle; the caller closes it.
+
+        Raises:
+            FileNotFoundError: There is no such value.
+        """
 
     @abstractmethod
     def list(self, prefix: str) -> list[Entry]:
-        """The names directly below `prefix`, sorted; empty if there is no such folder."""
+        """List the names directly below a prefix.
+
+        Args:
+            prefix: A folder; "" is the root.
+
+        Returns:
+            Sorted entries; empty if there is no such folder.
+        """
 
     @abstractmethod
     def exists(self, key: str) -> bool:
-        """Whether the name is taken."""
+        """Return True if the name is taken.
+
+        Args:
+            key: Name of a value.
+        """
 
     @abstractmethod
     def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
-        """Remove the names, those already gone included; returns how many were there."""
+        """Delete values; names that do not exist are ignored.
+
+        Args:
+            keys: Names of the values.
+            durability: What the deletion must survive when this returns.
+
+        Returns:
+            Number of values that existed.
+        """
 
     @abstractmethod
     def move_aside(self, key: str) -> str:
-        """Move a damaged value to the quarantine, so that its name is free again."""
+        """Move a damaged value to the quarantine, which frees its name.
+
+        Args:
+            key: Name of the value.
+
+        Returns:
+            Its name in the quarantine.
+        """
 
     @abstractmethod
     def leftovers(self, *, older_than: float) -> Sequence[str]:
-        """Keys of unfinished writes whose writer is gone, or is older than so many seconds."""
+        """List unfinished writes of processes that ended, or that are older than a limit.
+
+        Args:
+            older_than: Age in seconds.
+
+        Returns:
+            Keys of the unfinished writes.
+        """
 
     def ensure_durable(self, keys: Iterable[str]) -> None:
-        """Make values that another process may have put survive a power cut, like our own.
+        """Make values that another process may have written survive a power cut.
 
-        It may have died, or be about to, between the name and its fsync. FileNotFoundError if one
-        is gone. Nothing to do in places where a value that can be seen is durable.
+        That process may have died between writing a name and its fsync. Does nothing in places where every
+        visible value is durable.
+
+        Args:
+            keys: Names of the values.
+
+        Raises:
+            FileNotFoundError: A value does not exist.
         """
         return
 
     def local_path(self, key: str) -> str | None:
-        """The file that holds `key`, for libraries that want a path; None if there is no file."""
+        """Return the file that holds a value, for libraries that need a path.
+
+        Args:
+            key: Name of the value.
+
+        Returns:
+            The path, or None if the value is not in a file.
+        """
         return None
 
     def describe(self, key: str) -> str:
-        """How messages name a key of this place."""
+        """Return the name of a key in messages.
+
+        Args:
+            key: Name of a value; "" is the whole place.
+        """
         return f"{self.location}/{key}" if key else self.location
 
     def conflict(self, key: str) -> ConflictError:
-        """The error for a name that is taken by other bytes."""
+        """Return the error for a name that is taken by other bytes.
+
+        Args:
+            key: Name of the value.
+        """
         return ConflictError(
-            "the name is taken by other bytes; nothing was overwritten",
+            "the name is taken by other bytes, which were not overwritten",
             path=self.describe(key),
-            fix="check that both writers use the same model, data and options; "
-            "`gradkeep verify` tells if the value is damaged",
+            fix="Check that both writers use the same model, data and options; "
+            "`gradkeep verify` finds out if the value is damaged.",
         )
 
     def free_aside(self, key: str) -> str:
-        """A name in the quarantine for a value that is to be moved there."""
+        """Return a free name in the quarantine.
+
+        Args:
+            key: Name of the value that will be moved there.
+        """
         first = f"{QUARANTINE}/{key.replace('/', '__')}"
-        aside, number = first, 0
-        while self.exists(aside):
+        candidate, number = first, 0
+        while self.exists(candidate):
             number += 1
-            aside = f"{first}.{number}"
-        return aside
+            candidate = f"{first}.{number}"
+        return candidate
 
     def read(self, key: str) -> bytes:
-        """The whole value, as bytes."""
+        """Read a whole value.
+
+        Args:
+            key: Name of the value.
+
+        Returns:
+            Its bytes.
+
+        Raises:
+            FileNotFoundError: There is no such value.
+        """
         with contextlib.closing(self.open(key)) as opened:
             return opened.read(0, opened.size)
 
     def same_bytes(self, key: str, parts: Sequence[bytes | memoryview]) -> bool:
-        """Whether the value under `key` is exactly the joined `parts`."""
+        """Return True if a value equals the joined `parts`.
+
+        Args:
+            key: Name of the value.
+            parts: Buffers to compare with.
+
+        Raises:
+            FileNotFoundError: There is no such value.
+        """
         with contextlib.closing(self.open(key)) as opened:
             if opened.size != sum(len(flat(part)) for part in parts):
                 return False
@@ -168,13 +296,13 @@ _COMPARE_BYTES = 1 << 22
 
 
 def flat(part: Any) -> memoryview:
-    """A buffer as plain bytes, without a copy."""
+    """Return a buffer as plain bytes, without a copy."""
     view = memoryview(part)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 class Memory(Backend):
-    """Values in a dictionary; safe for threads, gone with the process."""
+    """Values in a dictionary; thread-safe, lost when the process ends."""
 
     def __init__(self) -> None:
         self.location = "memory:"
@@ -202,15 +330,15 @@ class Memory(Backend):
 
     def list(self, prefix: str) -> list[Entry]:
         start = f"{prefix}/" if prefix else ""
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         with self._lock:
             items = list(self._values.items())
         for key, value in items:
             if key.startswith(start):
                 name, slash, _ = key[len(start) :].partition("/")
                 size = 0 if slash else len(value)
-                found[name] = Entry(name, size, is_folder=bool(slash))
-        return sorted(found.values(), key=lambda entry: entry.name)
+                entries[name] = Entry(name, size, is_folder=bool(slash))
+        return sorted(entries.values(), key=lambda entry: entry.name)
 
     def exists(self, key: str) -> bool:
         return key in self._values
@@ -220,10 +348,10 @@ class Memory(Backend):
             return sum(self._values.pop(key, None) is not None for key in list(keys))
 
     def move_aside(self, key: str) -> str:
-        aside = self.free_aside(key)
+        target = self.free_aside(key)
         with self._lock:
-            self._values[aside] = self._values.pop(key)
-        return aside
+            self._values[target] = self._values.pop(key)
+        return target
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         return ()
@@ -236,7 +364,7 @@ class InMemory(Readable):
         self._value = value
         self.size = len(value)
         self.identity = (id(value), len(value))
-        # An address can be used again by other bytes: never trust it beyond this handle.
+        # Other bytes can get the same address later: trust it only for this handle.
         self.settled = False
 
     def read(self, offset: int, length: int) -> bytes:
@@ -248,8 +376,8 @@ class InMemory(Readable):
             raise EOFError(offset)
         buffer[:] = piece
 
-    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+    def map(self, prefetch: Sequence[tuple[int, int]] = ()) -> memoryview:
         return memoryview(self._value)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no handle to close."""

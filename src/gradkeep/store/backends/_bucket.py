@@ -1,7 +1,7 @@
-"""A store in a bucket of an object store: S3, Google Cloud Storage, Azure.
+"""Store in a bucket of an object store: S3, Google Cloud Storage, Azure.
 
-The commit is one PUT that the server accepts only if the name is free (`If-None-Match: *`, or what
-its service calls it): one winner per name, without a lock, and no reader ever sees half a value.
+The commit is one PUT that the server accepts only if the name is free (`If-None-Match: *`, or the
+equivalent of its service): one winner per name, without a lock, and readers never see partial values.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 FOLDER, SIZE = "GRADKEEP_CACHE", "GRADKEEP_CACHE_SIZE"
-"""The environment says where the cache is (or `off`) and how large it may get."""
+"""Environment variables: folder of the cache (or `off`), and its largest size."""
 _DEFAULT_BYTES = 10 << 30
 _DIGEST = 16
-"""Bytes of the checksum at the end of each file."""
+"""Bytes of the checksum at the end of each cached file."""
 _SUFFIX = ".value"
 
 
 class ReadCache:
-    """A folder of values by name, at most `limit` bytes; the least lately used go first.
+    """Folder of cached values by name with at most `limit` bytes; evicts the least recently used.
 
     >>> import tempfile
     >>> cache = ReadCache(Path(tempfile.mkdtemp()), 1000)
-    >>> bytes(cache.get("one", lambda: b"far away")), bytes(cache.get("one", lambda: b"not asked"))
-    (b'far away', b'far away')
+    >>> bytes(cache.get("one", lambda: b"remote")), bytes(cache.get("one", lambda: b"not called"))
+    (b'remote', b'remote')
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -51,22 +51,22 @@ class ReadCache:
         self._lock = threading.Lock()
 
     def get(self, name: str, fetch: Callable[[], bytes | bytearray | memoryview]) -> memoryview:
-        """The value of that name: from the folder if its bytes are whole, else what `fetch` brings."""
-        kept = self.find(name)
-        if kept is not None:
-            return kept
+        """Return a cached value if its checksum matches, else fetch and cache it."""
+        cached = self.find(name)
+        if cached is not None:
+            return cached
         value = memoryview(fetch())
-        # So many writes that fail end the writing, in this process.
+        # After three failed writes this process stops writing to the cache.
         if len(value) + _DIGEST <= self.limit and self._failures < 3:
             try:
                 self._put(name, value)
-            except OSError:  # a full disk, a folder that may not be written: go without
+            except OSError:  # a full disk or a read-only folder: do not cache
                 self._failures += 1
                 self._make_room(self.limit // 2)
         return value
 
     def find(self, name: str) -> memoryview | None:
-        """The value of that name, mapped, if it is there and whole."""
+        """Return a cached value, mapped, or None if it is missing or damaged."""
         path = self.folder / f"{name}{_SUFFIX}"
         try:
             with open(path, "rb") as file:
@@ -87,7 +87,7 @@ class ReadCache:
                 self._drop(path)
                 return None
             with contextlib.suppress(OSError):
-                os.utime(path)  # used now: the last to go
+                os.utime(path)  # most recently used
                 used = path.stat()
                 seen = (name, used.st_ino, used.st_mtime_ns)
             self._checked.add(seen)
@@ -107,18 +107,17 @@ class ReadCache:
         self._make_room(self.limit)
 
     def _make_room(self, limit: int) -> None:
-        """Remove the least lately used until less than `limit` bytes are there."""
+        """Evict the least recently used values until the cache is 10% below `limit`."""
         with self._lock, contextlib.suppress(OSError):
-            found = []
+            files = []
             for entry in os.scandir(self.folder):
                 with contextlib.suppress(OSError):
                     facts = entry.stat(follow_symlinks=False)
-                    found.append((facts.st_mtime_ns, facts.st_size, entry.path))
-            total = sum(size for _, size, _ in found)
+                    files.append((facts.st_mtime_ns, facts.st_size, entry.path))
+            total = sum(size for _, size, _ in files)
             if total <= limit:
                 return
-            for _, size, path in sorted(found):
-                # The share of its limit that is left after room was made.
+            for _, size, path in sorted(files):
                 if total <= 0.9 * limit:
                     break
                 self._drop(Path(path))
@@ -130,11 +129,11 @@ class ReadCache:
 
 
 def cache_of_environment() -> ReadCache | None:
-    """The cache that the environment names; by default 10 GiB below the user's cache folder."""
-    said = os.environ.get(FOLDER, "")
-    if said.lower() in ("off", "0", "no", "none"):
+    """Return the cache set by the environment; by default 10 GiB below the user's cache folder."""
+    setting = os.environ.get(FOLDER, "")
+    if setting.lower() in ("off", "0", "no", "none"):
         return None
-    folder = Path(said).expanduser() if said else cache_folder() / "values"
+    folder = Path(setting).expanduser() if setting else cache_folder() / "values"
     size = os.environ.get(SIZE)
     limit = _DEFAULT_BYTES if not size else parse_bytes(size)
     return ReadCache(folder, limit)
@@ -142,28 +141,38 @@ def cache_of_environment() -> ReadCache | None:
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory", "file")
 _LARGEST = 5_000 << 20
-"""The largest value that one conditional PUT takes everywhere: Azure ends here, S3 at 5 GiB."""
+"""Largest value that one conditional PUT accepts everywhere: Azure's limit; S3's is 5 GiB."""
 _TIMEOUT = "10min"
 _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "proxy_url", "timeout")
 _OPENING_BYTES = 1 << 16
 _PIECE_BYTES = 8 << 20
 _ATTEMPTS = 64
-"""Tries of a put whose name is deleted each time before it can be compared."""
+"""Attempts of a put whose name is deleted each time before it can be compared."""
 
 
 class Bucket(Backend):
-    """A bucket, or a folder in one, by its URL; `options` are those of `obstore.store.from_url`.
+    """Bucket, or a folder in one, by its URL.
 
-    Credentials come from the environment, as the provider's own tools take them. Large values that were
-    read whole are kept on this machine, checked, in at most 10 GiB: GRADKEEP_CACHE names the folder or is
-    `off`, GRADKEEP_CACHE_SIZE the limit. `memory://` is a new and empty place each time, `file://` a folder without fsync, whose links are followed: both
-    are for trying things out. `gk.open("file:///folder")` is a folder as any other and no bucket.
+    Credentials come from the environment, as for the provider's own tools. Large values are cached on
+    this machine with a checksum, in at most 10 GiB: GRADKEEP_CACHE sets the folder or is `off`,
+    GRADKEEP_CACHE_SIZE sets the limit. For experiments, `memory://` is a new and empty place each time, and
+    `file://` a folder without fsync whose links are followed. (`gk.open("file:///folder")` opens a normal
+    folder, not a bucket.)
 
-    >>> bucket = Bucket("memory://")
-    >>> bucket.put_if_absent("greeting", [b"hello"], durability="full")
-    True
-    >>> bucket.read("greeting")
-    b'hello'
+    Args:
+        url: For example `s3://bucket/folder`, `gs://bucket/folder` or `az://container/folder`.
+        options: Passed to `obstore.store.from_url`.
+
+    Raises:
+        StoreError: The URL or the options are wrong.
+        MissingExtraError: obstore is not installed.
+
+    Example:
+        >>> bucket = Bucket("memory://")
+        >>> bucket.put_if_absent("greeting", [b"hello"], durability="full")
+        True
+        >>> bucket.read("greeting")
+        b'hello'
     """
 
     remote = True
@@ -173,11 +182,11 @@ class Bucket(Backend):
         self._obs = import_extra("obstore", extra="s3", what="a bucket")
         import_extra("obstore.store", extra="s3", what="a bucket")
         self._store = _connect(self._obs, url, options)
-        # In memory an e_tag is a counter, of a file it is made of times: neither is proof that a
-        # value is still the same.
+        # The e_tag is a counter for memory:// and made of times for file://: neither proves that a
+        # value is unchanged.
         self._trusted = urlsplit(url).scheme not in ("memory", "file")
         self._exclusive = not self._trusted
-        """Whether it is known that a second PUT of the same name is refused."""
+        """True once the service has refused a second PUT of the same name."""
         self._cache = cache_of_environment() if self._trusted else None
 
     def put_if_absent(
@@ -187,19 +196,22 @@ class Bucket(Backend):
         size = sum(map(len, views))
         if size > _LARGEST:
             raise WriteFailedError(
-                f"one conditional PUT takes at most {_LARGEST} bytes, not {size}",
+                "the value is too large for one conditional PUT",
+                code="store.value_too_large",
                 path=self.describe(key),
-                fix="choose fewer rows_per_segment, or put the store in a folder",
+                found=f"{size} bytes",
+                expected=f"at most {_LARGEST}",
+                fix="Use a smaller rows_per_segment, or a store in a folder.",
             )
         errors = self._obs.exceptions
         for _ in range(_ATTEMPTS):
             try:
-                # A list is sent as it lies in memory; an empty one would be no value at all.
+                # A list is sent without a copy; an empty list is not accepted.
                 self._obs.put(self._store, key, views or b"", mode="create", use_multipart=False)
             except errors.AlreadyExistsError:
                 same = self._compare(key, parts)
                 if same is None:
-                    continue  # deleted since: the name is free again
+                    continue  # deleted meanwhile: the name is free
                 if not same:
                     raise self.conflict(key) from None
                 return False
@@ -209,18 +221,19 @@ class Bucket(Backend):
                 self._prove_exclusive(key, views)
             return True
         raise WriteFailedError(
-            "the name is taken, but there is nothing under it",
+            "the name is taken, but its value cannot be found",
+            code="store.name_without_value",
             path=self.describe(key),
-            fix="if others write here right now, run again; else look at the bucket's own tools",
+            fix="If other processes write here now, run again; otherwise inspect the bucket.",
         )
 
     def _prove_exclusive(self, key: str, views: Sequence[memoryview]) -> None:
-        """Put the first value once more: a service that takes it does not heed the condition.
+        """Repeat the first PUT: a service that accepts it ignores the condition.
 
-        The bytes are the same, so nothing is lost by it; but of two writers none would ever know.
+        The bytes are the same, so nothing is lost; but such a service would let writers overwrite each other.
         """
         errors = self._obs.exceptions
-        for _ in range(2):  # the first time, somebody may just have deleted it
+        for _ in range(2):  # it may have been deleted before the first attempt
             try:
                 self._obs.put(
                     self._store, key, list(views) or b"", mode="create", use_multipart=False
@@ -229,21 +242,22 @@ class Bucket(Backend):
                 self._exclusive = True
                 return
             except (errors.BaseError, OSError):
-                return  # it says nothing about the service: the next value is tried, too
-        raise self._not_exclusive(key, "a second PUT under the same name was taken, too")
+                return  # inconclusive: try again with the next value
+        raise self._not_exclusive(key, "a second PUT under the same name succeeded")
 
-    def _not_exclusive(self, key: str, found: str) -> WriteFailedError:
+    def _not_exclusive(self, key: str, reason: str) -> WriteFailedError:
         return WriteFailedError(
-            "this service has no conditional writes: of two writers, one would undo the other's work",
+            "the service has no conditional writes, so writers would overwrite each other",
+            code="store.no_conditional_writes",
             path=self.describe(key),
-            found=found,
-            fix="use a service that has them (S3, Google Cloud, Azure, newer MinIO, Ceph, R2), or a folder",
+            found=reason,
+            fix="Use a service that has them (S3, Google Cloud, Azure, newer MinIO, Ceph, R2), or a folder.",
         )
 
     def _after_failed_put(
         self, key: str, parts: Sequence[bytes | memoryview], error: Exception
     ) -> bool:
-        """What a failed PUT means: the reply may be what was lost, not the value."""
+        """Return the result of a failed PUT: perhaps only its reply was lost."""
         refused = self._is_refusal(error)
         try:
             same = self._compare(key, parts)
@@ -256,7 +270,7 @@ class Bucket(Backend):
         raise self.conflict(key) from error
 
     def _compare(self, key: str, parts: Sequence[bytes | memoryview]) -> bool | None:
-        """Whether the value under `key` is the joined `parts`; None if there is none."""
+        """Return True if the value equals the joined `parts`, None if it does not exist."""
         try:
             return self.same_bytes(key, parts)
         except FileNotFoundError:
@@ -268,11 +282,11 @@ class Bucket(Backend):
 
     def list(self, prefix: str) -> list[Entry]:
         with self._reading(prefix):
-            found = self._obs.list_with_delimiter(self._store, prefix or None)
-        folders = [Entry(_name(path), 0, is_folder=True) for path in found["common_prefixes"]]
+            listing = self._obs.list_with_delimiter(self._store, prefix or None)
+        folders = [Entry(_name(path), 0, is_folder=True) for path in listing["common_prefixes"]]
         values = [
             Entry(_name(item["path"]), item["size"], False, item["last_modified"].timestamp())
-            for item in found["objects"]
+            for item in listing["objects"]
         ]
         return sorted([*folders, *values], key=lambda entry: entry.name)
 
@@ -285,39 +299,39 @@ class Bucket(Backend):
         return True
 
     def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
-        # Asked first, as S3 does not tell whether there was anything to delete.
+        # Checked first: S3 does not report if there was anything to delete.
         there = self._present(keys)
         try:
             self._obs.delete(self._store, there)
         except FileNotFoundError:
-            # Somebody else was faster with one of them, and the rest may still be there.
+            # Another process deleted one of them; the rest may still exist.
             return sum(self.delete([key], durability=durability) for key in self._present(there))
         except (self._obs.exceptions.BaseError, OSError) as error:
             raise self._failure(error, there[0]) from error
         return len(there)
 
     def _present(self, keys: Iterable[str]) -> Sequence[str]:
-        """Those of the keys that are there; of many in one folder, told by its listing."""
+        """Return the keys that exist; many keys of one folder are looked up in its listing."""
         folders: dict[str, dict[str, None]] = {}
         for key in keys:
             folders.setdefault(key.rpartition("/")[0], {})[key] = None
-        found = []
+        present = []
         for folder, members in folders.items():
             if len(members) < 8:
-                found += [key for key in members if self.exists(key)]
+                present += [key for key in members if self.exists(key)]
             else:
                 names = {entry.name for entry in self.list(folder) if not entry.is_folder}
-                found += [key for key in members if _name(key) in names]
-        return found
+                present += [key for key in members if _name(key) in names]
+        return present
 
     def move_aside(self, key: str) -> str:
-        aside = self.free_aside(key)
+        target = self.free_aside(key)
         try:
-            self._obs.copy(self._store, key, aside)
+            self._obs.copy(self._store, key, target)
             self._obs.delete(self._store, key)
         except (self._obs.exceptions.BaseError, OSError) as error:
             raise self._failure(error, key) from error
-        return aside
+        return target
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         return ()  # a PUT that did not finish leaves nothing
@@ -329,6 +343,7 @@ class Bucket(Backend):
         except self._obs.exceptions.BaseError as error:
             raise StoreError(
                 "the bucket cannot be read",
+                code="store.unreadable_bucket",
                 path=self.describe(key),
                 found=_first_line(error),
                 fix=_access(self.location),
@@ -337,28 +352,31 @@ class Bucket(Backend):
     def _is_refusal(self, error: Exception) -> bool:
         errors = self._obs.exceptions
         denied = (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError)
-        # A disk's own words, which a file:// URL passes on as they are.
-        told = any(text in str(error) for text in ("os error 13", "os error 30"))
-        return isinstance(error, denied) or told
+        # System errors of a file:// URL are passed on as text.
+        is_os_error = any(text in str(error) for text in ("os error 13", "os error 30"))
+        return isinstance(error, denied) or is_os_error
 
     def _failure(self, error: Exception, key: str) -> WriteFailedError:
         if isinstance(error, self._obs.exceptions.NotSupportedError) or "NotImplemented" in str(
             error
         ):
             return self._not_exclusive(key, _first_line(error))
-        kind, what = WriteFailedError, "the write failed, and what was written is not there"
-        fix = f"{_access(self.location)}; then run again: the work resumes"
+        kind, code, message = WriteFailedError, None, "the write failed, and the value is not there"
+        fix = f"{_access(self.location)} Then run again: the work resumes."
         if self._is_refusal(error):
-            kind, what = ReadOnlyError, "this place does not take writes"
-            fix = "check the credentials and what they permit, or copy the store elsewhere"
+            kind, message = ReadOnlyError, "the store is not writable"
+            fix = "Check the credentials and their permissions, or copy the store elsewhere."
         elif isinstance(error, FileNotFoundError):
-            what = "there is no such bucket, or the value is gone"
-            fix = "make the bucket first, or check its name and region"
-        return kind(what, path=self.describe(key), found=_first_line(error), fix=fix)
+            code, message = (
+                "store.no_such_bucket",
+                "there is no such bucket, or the value is missing",
+            )
+            fix = "Create the bucket first, or check its name and region."
+        return kind(message, code=code, path=self.describe(key), found=_first_line(error), fix=fix)
 
 
 class _Object(Readable):
-    """One value; the request that opens it brings its first bytes along."""
+    """One value; the request that opens it also reads its first bytes."""
 
     def __init__(self, obs: Any, store: Any, key: str, bucket: Bucket, *, trusted: bool) -> None:
         self._obs, self._store, self._key, self._bucket = obs, store, key, bucket
@@ -368,14 +386,14 @@ class _Object(Readable):
             meta = answer.meta
             self._opening = bytes(answer.bytes())
         except obs.exceptions.BaseError:
-            # A range of an empty value is an error, in every service's own words.
+            # Requesting a range of an empty value is an error that differs between services.
             meta = obs.head(store, key)
             if meta["size"] > 0:
                 raise
         self.size = meta["size"]
         self.identity = (meta["e_tag"], meta["version"], meta["last_modified"], self.size)
         self.settled = trusted and meta["e_tag"] is not None
-        # Without an e-tag nothing says that a value is still the same.
+        # Without an e_tag a changed value cannot be detected.
         self._cache = bucket._cache if self.settled else None
 
     def read(self, offset: int, length: int) -> bytes:
@@ -384,9 +402,9 @@ class _Object(Readable):
             return self._opening[offset:stop]
         if offset >= stop:
             return b""
-        kept = None if self._cache is None else self._cache.find(self._cached_name())
-        if kept is not None:
-            return bytes(kept[offset:stop])
+        cached = None if self._cache is None else self._cache.find(self._cached_name())
+        if cached is not None:
+            return bytes(cached[offset:stop])
         with self._bucket._reading(self._key):
             return bytes(self._obs.get_range(self._store, self._key, start=offset, end=stop))
 
@@ -396,26 +414,26 @@ class _Object(Readable):
             raise EOFError(offset)
         buffer[:] = piece
 
-    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+    def map(self, prefetch: Sequence[tuple[int, int]] = ()) -> memoryview:
         if self.size <= len(self._opening):
             return memoryview(self._opening)
         if self._cache is None:
             return memoryview(self._whole())
-        kept = self._cache.get(self._cached_name(), self._whole)
-        return kept if len(kept) == self.size else memoryview(self._whole())
+        cached = self._cache.get(self._cached_name(), self._whole)
+        return cached if len(cached) == self.size else memoryview(self._whole())
 
     def _cached_name(self) -> str:
         facts = "\0".join(map(str, (self._bucket.location, self._key, *self.identity)))
         return xxhash.xxh3_128_hexdigest(facts.encode())
 
     def _whole(self) -> bytearray:
-        """All bytes, by several requests at a time."""
+        """Read all bytes with several parallel requests."""
         whole = bytearray(self.size)
         view = memoryview(whole)
         view[: len(self._opening)] = self._opening
         starts = range(len(self._opening), self.size, _PIECE_BYTES)
 
-        def bring(start: int) -> None:
+        def fetch(start: int) -> None:
             stop = min(start + _PIECE_BYTES, self.size)
             piece = self._obs.get_range(self._store, self._key, start=start, end=stop)
             if len(piece) != stop - start:
@@ -424,25 +442,25 @@ class _Object(Readable):
 
         with self._bucket._reading(self._key):
             if len(starts) == 1:
-                bring(starts[0])
+                fetch(starts[0])
             else:
                 from concurrent.futures import ThreadPoolExecutor
 
-                # Large values come in so many pieces at a time: one connection seldom fills a
-                # line.
+                # One connection rarely uses the whole bandwidth.
                 with ThreadPoolExecutor(8) as pool:
-                    list(pool.map(bring, starts))
+                    list(pool.map(fetch, starts))
         return whole
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no handle to close."""
 
 
 def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
         raise StoreError(
-            "this is not the URL of a place for a store",
+            "the URL has an unknown scheme",
+            code="store.invalid_url",
             path=url,
             expected="s3://bucket/folder, gs://bucket/folder, az://container/folder, "
             "memory:// or file:///folder",
@@ -456,18 +474,19 @@ def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
         return obs.store.from_url(url, client_options=client, **options)
     except (obs.exceptions.BaseError, OSError) as error:
         raise StoreError(
-            "this bucket cannot be opened",
+            "the bucket cannot be opened",
+            code="store.unopenable_bucket",
             path=url,
             found=_first_line(error),
-            fix="check the URL, the options and the credentials in the environment",
+            fix="Check the URL, the options and the credentials in the environment.",
         ) from error
 
 
 def _client_options(scheme: str) -> dict[str, str]:
-    """What the environment says of the connection: options that are given hide it from obstore."""
+    """Read connection options from the environment; passing options hides it from obstore."""
     service = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
     named = {name: os.environ.get(f"{service}_{name.upper()}") for name in _CLIENT_OPTIONS}
-    # The usual 30 seconds are not enough for a segment over a slow line.
+    # The default of 30 seconds is too short for a segment on a slow connection.
     return {"timeout": _TIMEOUT} | {name: value for name, value in named.items() if value}
 
 
@@ -480,4 +499,4 @@ def _first_line(error: Exception) -> str:
 
 
 def _access(location: str) -> str:
-    return f"check the network, the credentials and what they permit for {location}"
+    return f"Check the network, and the credentials and their permissions for {location}."

@@ -1,10 +1,11 @@
-"""A store in a folder: temp file, fsync, link, folder fsync.
+"""Store in a folder: temporary file, fsync, link, fsync of the folder.
 
 `link(2)` is the commit: it is atomic, and unlike `rename(2)` it fails when the name is taken. So
 there is one winner per name on every POSIX filesystem, without a lock.
 
-Nothing in a store is a symbolic link: gradkeep makes none and follows none, so that no store, whoever
-made it, is read, changed or emptied outside of its own folder. The store itself may be reached by one.
+Symbolic links inside a store are neither created nor followed, so that a store from an untrusted
+source cannot make gradkeep read, change or delete files outside of its folder. The path of the store
+itself may contain links.
 """
 
 from __future__ import annotations
@@ -40,14 +41,19 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 class LocalDisk(Backend):
-    """A folder on a local or shared POSIX filesystem."""
+    """Folder on a local or shared POSIX filesystem.
+
+    Args:
+        path: The folder.
+        syscalls: System calls for writing; tests inject faults here.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, syscalls: Syscalls | None = None) -> None:
         self.root = os.path.abspath(os.fspath(path))
         self.location = os.fspath(path)
         self._calls = Syscalls() if syscalls is None else syscalls
         self._known_folders: set[str] = set()
-        self._looked_at: dict[str, float] = {}
+        self._checked_at: dict[str, float] = {}
 
     def put_if_absent(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
@@ -90,8 +96,8 @@ class LocalDisk(Backend):
                 self._calls.close(fd)
             return self._commit(temp, target)
         finally:
-            # After link the temp name is a second name of the committed file. If we cannot even
-            # unlink, the sweep will; the caller hears of the error that brought us here.
+            # After link the temporary name is a second name of the committed file. If unlink fails
+            # too, `gc` removes it; the first error is the one that is raised.
             with contextlib.suppress(FileNotFoundError):
                 self._calls.unlink(temp)
 
@@ -104,7 +110,7 @@ class LocalDisk(Backend):
         try:
             self._calls.link(temp, target)
         except FileExistsError:
-            # Over NFS the reply to a link that worked can be lost and the retry says "exists".
+            # Over NFS the reply to a successful link can be lost; the retry then fails with "exists".
             return os.stat(temp).st_nlink == 2 and _same_file(temp, target)
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -119,10 +125,11 @@ class LocalDisk(Backend):
             return False
         except OSError as error:
             raise WriteFailedError(
-                "this filesystem offers neither hard links nor rename without replacing",
+                "the filesystem supports neither hard links nor rename without replacing",
+                code="store.no_atomic_create",
                 path=target,
                 found=os.strerror(error.errno or 0),
-                fix="put the store on another filesystem and copy it here afterwards",
+                fix="Put the store on another filesystem and copy it here afterwards.",
             ) from error
         return True
 
@@ -133,11 +140,10 @@ class LocalDisk(Backend):
             if not self.same_bytes(key, parts):
                 raise self.conflict(key)
             if durability == "full":
-                # The other writer may not have come to its own fsync yet: what we acknowledge
-                # must be durable by our own doing.
+                # The other writer may not have reached its own fsync yet.
                 self._make_durable([key])
         except FileNotFoundError:
-            # Deleted since we saw it, as leases and packed rows are: the name is free again.
+            # Deleted meanwhile, as leases and packed rows are: the name is free.
             return self.put_if_absent(key, parts, durability=durability)
         return False
 
@@ -177,7 +183,7 @@ class LocalDisk(Backend):
             if not os.path.isdir(folder):
                 raise
         if durability == "full":
-            # Also when it existed: whoever made it may have died before this call.
+            # Also if it existed: the process that created it may have died before this call.
             try:
                 self._calls.sync_folder(parent)
             except PermissionError:
@@ -196,19 +202,19 @@ class LocalDisk(Backend):
             self._calls.sync_folder(os.path.dirname(folder))
 
     def open(self, key: str) -> Readable:
-        # Thousands of rows are read from one folder: a moment is not too long to trust it. What is
-        # removed or written looks each time.
+        # Thousands of rows are read from one folder: check it for links at most every 50 ms. Writes
+        # and deletions check each time.
         folder, now = key.rpartition("/")[0], time.monotonic()
-        if now - self._looked_at.get(folder, -1.0) > 0.05:
+        if now - self._checked_at.get(folder, -1.0) > 0.05:
             self._inside(key)
-            self._looked_at = {folder: now}
+            self._checked_at = {folder: now}
         return PlainFile(self._path(key))
 
     def list(self, prefix: str) -> list[Entry]:
         path = self._inside(f"{prefix}/any") if prefix else f"{self.root}/any"
         try:
-            with os.scandir(os.path.dirname(path)) as found:
-                return sorted(_entries(found), key=lambda entry: entry.name)
+            with os.scandir(os.path.dirname(path)) as items:
+                return sorted(_entries(items), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -234,7 +240,7 @@ class LocalDisk(Backend):
                 raise self._refusal(error, key) from error
             removed += 1
         if durability == "full":
-            # Also of names that were gone: whoever removed them may have died before this call.
+            # Also for names that did not exist: their remover may have died before this call.
             for folder in filter(os.path.isdir, sorted(folders)):
                 try:
                     self._calls.sync_folder(folder)
@@ -243,21 +249,21 @@ class LocalDisk(Backend):
         return removed
 
     def move_aside(self, key: str) -> str:
-        aside = self.free_aside(key)
+        target = self.free_aside(key)
         self._inside(key)
         try:
             self._ensure_folder(self._path(QUARANTINE), durability="full")
-            self._calls.rename(self._path(key), self._path(aside))
+            self._calls.rename(self._path(key), self._path(target))
             # The new name first: a power cut may leave two names, but never none.
             self._calls.sync_folder(self._path(QUARANTINE))
             self._calls.sync_folder(os.path.dirname(self._path(key)))
         except OSError as error:
             raise self._refusal(error, key) from error
-        return aside
+        return target
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         now = time.time()
-        found = []
+        keys = []
         for folder, _, names in os.walk(self.root):
             for name in names:
                 if not name.startswith(_TEMP):
@@ -268,8 +274,8 @@ class LocalDisk(Backend):
                 except FileNotFoundError:
                     continue
                 if age >= older_than or _writer_is_gone(name):
-                    found.append(os.path.relpath(path, self.root))
-        return sorted(found)
+                    keys.append(os.path.relpath(path, self.root))
+        return sorted(keys)
 
     def local_path(self, key: str) -> str | None:
         return self._path(key)
@@ -279,15 +285,16 @@ class LocalDisk(Backend):
             return self.root
         if _OUTSIDE.search(f"/{key}/"):
             raise DamagedError(
-                "a name that leads out of the store",
+                "a name points outside of the store",
+                code="store.outside",
                 path=self.location,
                 found=ascii(key)[:200],
-                fix="this store was not made by gradkeep alone; ask whoever made it",
+                fix="Check the source of this store: gradkeep writes no such names.",
             )
         return f"{self.root}/{key}"
 
     def _inside(self, key: str) -> str:
-        """The path of a key, after a look at every folder on the way to it: none is a link."""
+        """Return the path of a key after checking that no folder on the way to it is a link."""
         path = self._path(key)
         at = key.find("/")
         while at >= 0:
@@ -296,7 +303,7 @@ class LocalDisk(Backend):
                 if stat.S_ISLNK(os.lstat(folder).st_mode):
                     raise link_in_place(folder)
             except (FileNotFoundError, NotADirectoryError):
-                break  # nor is anything below it
+                break  # nothing exists below it either
             except OSError as error:
                 raise unreadable(folder, error) from error
             at = key.find("/", at + 1)
@@ -304,25 +311,25 @@ class LocalDisk(Backend):
 
     def _refusal(self, error: OSError, key: str) -> WriteFailedError:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        kind, what = WriteFailedError, "the write failed; nothing of it was kept"
-        fix = "check the disk, then run again: the work resumes"
+        kind, code, message = WriteFailedError, None, "the write failed and was undone"
+        fix = "Check the disk, then run again: the work resumes."
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            kind, what = ReadOnlyError, "this place does not take writes"
-            fix = "check the permissions, or copy the store to a place you may write to"
+            kind, message = ReadOnlyError, "the store is not writable"
+            fix = "Check the permissions, or copy the store to a writable place."
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = "the disk is full; nothing of this write was kept"
+            code, message = "store.disk_full", "the disk is full; the write was undone"
             fix = (
-                "free some space (`gradkeep gc` removes what no version needs) and run again: "
-                "the work resumes after the last row range that was acknowledged"
+                "Free some space (`gradkeep gc` removes unneeded versions) and run again: "
+                "the work resumes after the last acknowledged rows."
             )
-        return kind(what, path=self.describe(key), found=reason, fix=fix)
+        return kind(message, code=code, path=self.describe(key), found=reason, fix=fix)
 
 
-def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
-    for item in found:
+def _entries(items: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
+    for item in items:
         if item.name.startswith(_TEMP):
             continue
-        # A link is listed as a file, whatever it leads to: opening it says what is wrong.
+        # A link is listed as a file, whatever its target; opening it raises the error.
         if item.is_dir(follow_symlinks=False):
             yield Entry(item.name, 0, is_folder=True)
             continue
@@ -337,11 +344,11 @@ def _same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
     except FileNotFoundError:
-        return False  # the other was removed meanwhile
+        return False  # removed meanwhile
 
 
 def _few_buffers(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-    """Small neighbours joined, so that a small file is one write and a large one is not copied."""
+    """Join small neighbors, so that a small file is one write and a large buffer is not copied."""
     small: list[memoryview] = []
     gathered = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Opening the plain files of a folder: no link is followed, no pipe waited for."""
+"""Open regular files without following links or waiting for pipes."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ class PlainFile(Readable):
             buffer = buffer[count:]
             offset += count
 
-    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+    def map(self, prefetch: Sequence[tuple[int, int]] = ()) -> memoryview:
         if self.size == 0:
             return memoryview(b"")
         # A private mapping: torch can take it without a warning, and a write to it by mistake
         # never reaches the file.
         try:
             mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
+        except (OSError, ValueError) as error:  # ValueError: the file was truncated meanwhile
             raise unreadable(self._path, error) from error
-        for start, stop in soon:
-            # What is in memory already is faulted in cheaply; only what is not is asked for.
+        for start, stop in prefetch:
+            # Prefetch only ranges that are not in the page cache yet.
             if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
                 os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
         return memoryview(mapped)
 
     def _in_memory(self, offset: int) -> bool:
-        """Whether a byte can be read without the disk; True where the system cannot tell."""
+        """Return True if a byte is in the page cache, or if the system cannot tell."""
         if not hasattr(os, "RWF_NOWAIT"):
             return True
         try:
@@ -96,9 +96,9 @@ class PlainFile(Readable):
 
 
 def open_plain(path: str) -> tuple[int, os.stat_result]:
-    """A descriptor of a plain file and its status; all else under its name is damage."""
+    """Open a regular file; return its descriptor and status. Anything else there is damage."""
     try:
-        # Not to wait for the other end of a pipe.
+        # O_NONBLOCK: do not wait for the other end of a pipe.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
@@ -114,49 +114,54 @@ def open_plain(path: str) -> tuple[int, os.stat_result]:
         what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise DamagedError(
             f"{what} in place of a file",
+            code="store.not_a_file",
             path=path,
-            fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
+            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
         )
     return fd, status
 
 
 def link_in_place(path: str) -> DamagedError:
-    """The error for a link where a file or folder must be."""
+    """Return the error for a link in place of a file or folder."""
     try:
         target = os.readlink(path)
     except OSError:
         target = "?"
-    where = (
-        "that leads nowhere" if not os.path.exists(path) else "and not the file or folder itself"
-    )
+    kind = "a link" if os.path.exists(path) else "a broken link"
     return DamagedError(
-        f"a link {where}",
+        f"{kind} in place of a file or folder; links inside a store are not followed",
+        code="store.link",
         path=path,
-        found=f"a link to {ascii(target)[:200]}; nothing in a store is read through a link",
-        fix="put the content in its place (git-annex: `git annex unlock`; DVC: `dvc config "
-        "cache.type copy`, then `dvc checkout --relink`), or copy the store with `cp -rL`",
+        found=f"a link to {ascii(target)[:200]}",
+        fix="Replace it by the file itself (git-annex: `git annex unlock`; DVC: `dvc config "
+        "cache.type copy`, then `dvc checkout --relink`), or copy the store with `cp -rL`.",
     )
 
 
 def unreadable(path: str, error: Exception) -> StoreError:
-    """The error for what the system does not let us read."""
+    """Return the error for a file that the system cannot read."""
     reason = getattr(error, "strerror", None) or str(error)
-    fix = "check the permissions and the disk, then run again"
-    return StoreError("this cannot be read", path=path, found=reason, fix=fix)
+    return StoreError(
+        "the file cannot be read",
+        code="store.unreadable",
+        path=path,
+        found=reason,
+        fix="Check the permissions and the disk, then run again.",
+    )
 
 
 _AT_FDCWD = -100
 
 
 class Syscalls:
-    """Real calls; subclass to inject faults."""
+    """System calls for writing; subclass to inject faults."""
 
     def create(self, path: str) -> int:
-        """Open a new file for writing; fails if it exists."""
+        """Open a new file for writing; fail if it exists."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Write some of `data`; returns how many bytes were taken."""
+        """Write the beginning of `data`; return the number of bytes written."""
         return os.write(fd, data)
 
     def sync(self, fd: int) -> None:
@@ -174,11 +179,11 @@ class Syscalls:
         os.close(fd)
 
     def link(self, source: str, target: str) -> None:
-        """Give the file a second name; fails if that name is taken."""
+        """Create a hard link; fail if the name is taken."""
         os.link(source, target)
 
     def rename_no_replace(self, source: str, target: str) -> None:
-        """Rename, failing if the target exists: for places without hard links."""
+        """Rename, failing if the target exists: for filesystems without hard links."""
         libc = ctypes.CDLL(None, use_errno=True)
         old, new = os.fsencode(source), os.fsencode(target)
         if sys.platform == "darwin":
@@ -192,7 +197,7 @@ class Syscalls:
             raise OSError(code, os.strerror(code), target)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file; used only to move damaged files aside."""
+        """Move a damaged file to the quarantine."""
         os.rename(source, target)
 
     def unlink(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Which backend a path or URL means: folders, buckets, and schemes that others registered."""
+"""Choose the backend for a path or URL: folder, bucket or a registered scheme."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ENTRY_POINTS = "gradkeep.backends"
-"""The group of entry points in which an installed package names its schemes."""
+"""Group of entry points in which installed packages register schemes."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def folder_of_url(url: str) -> LocalDisk:
-    """The folder that a `file://` URL names, with all that holds for folders: no link is followed.
+    """Return the folder of a `file://` URL, like any other folder: links in it are not followed.
 
     >>> folder_of_url("file:///data/my%20runs").root
     '/data/my runs'
@@ -30,8 +30,12 @@ def folder_of_url(url: str) -> LocalDisk:
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.strip("/") or "\0" in path:
-        fix = "write file:///path/to/folder, with three slashes, or the folder itself"
-        raise StoreError("this URL names no folder for a store", path=url, fix=fix)
+        raise StoreError(
+            "the URL does not name a folder",
+            code="store.invalid_url",
+            path=url,
+            fix="Write file:///path/to/folder, with three slashes, or the plain path.",
+        )
     return LocalDisk(path)
 
 
@@ -41,55 +45,68 @@ _factories: dict[str, Callable[[str], Backend]] = dict.fromkeys(SCHEMES, Bucket)
 
 
 def register_backend(scheme: str, factory: Callable[[str], Backend]) -> None:
-    """Make `gk.open("scheme://...")`, and every command, use `factory(url)`.
+    """Make `gk.open("scheme://...")` and every command use `factory(url)`.
 
-    Once per process and scheme; the same factory again is free. So that commands know it too, an
-    installed package names the factory as an entry point `scheme` of the group
-    `gradkeep.backends`: it is then loaded when such a URL is opened.
+    Registering the same factory again does nothing. To make a scheme known to commands, an installed
+    package declares the factory as an entry point named after the scheme in the group
+    `gradkeep.backends`; it is loaded when such a URL is opened.
 
-    >>> import gradkeep as gk
-    >>> places = {"memo://a": gk.store.Memory()}
-    >>> gk.store.register_backend("memo", places.__getitem__)
-    >>> gk.open("memo://a").uuid == gk.open("memo://a", create=False).uuid
-    True
+    Args:
+        scheme: Scheme of the URL, without `://`.
+        factory: Function that takes the URL and returns a `Backend`.
+
+    Raises:
+        StoreError: The scheme is invalid or has another factory.
+
+    Example:
+        >>> import gradkeep as gk
+        >>> backends = {"memo://a": gk.store.Memory()}
+        >>> gk.store.register_backend("memo", backends.__getitem__)
+        >>> gk.open("memo://a").uuid == gk.open("memo://a", create=False).uuid
+        True
     """
     if not isinstance(scheme, str) or _SCHEME.fullmatch(scheme) is None:
         raise StoreError(
-            "this cannot be the scheme of a URL",
+            "invalid URL scheme",
+            code="store.invalid_scheme",
             found=repr(scheme),
-            expected="small letters, digits, + . or -, a letter first, without ://",
+            expected="lowercase letters, digits, + . or -, starting with a letter, without ://",
         )
     if not callable(factory):
         raise StoreError(
-            f"the factory for {scheme}:// must be a function that returns a Backend",
+            f"the factory for {scheme}:// is not callable",
+            code="store.invalid_factory",
             found=repr(factory),
+            expected="a function that returns a Backend",
         )
     known = _factories.get(scheme)
     if known is not None and known != factory:
         raise StoreError(
-            f"the scheme {scheme}:// is taken",
+            f"the scheme {scheme}:// is already registered",
+            code="store.scheme_taken",
             found=_name(known),
-            fix="register yours under another scheme, or hand the backend itself to gk.open",
+            fix="Use another scheme, or pass the backend itself to gk.open.",
         )
     _factories[scheme] = factory
 
 
 def backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
-    """The backend that a path or URL names; a backend is handed back as it is."""
+    """Return the backend for a path or URL; a backend is returned unchanged."""
     if not isinstance(path, str | os.PathLike):
         return path
     text = os.fspath(path)
     scheme, separator, _ = text.partition("://")
     if not separator:
         return LocalDisk(path)
-    found = _factory(scheme, text)(text)
-    if not isinstance(found, Backend):
+    backend = _factory(scheme, text)(text)
+    if not isinstance(backend, Backend):
         raise StoreError(
-            f"the factory for {scheme}:// returned no gradkeep.store.Backend",
+            f"the factory for {scheme}:// did not return a gradkeep.store.Backend",
+            code="store.not_a_backend",
             path=text,
-            found=type(found).__name__,
+            found=type(backend).__name__,
         )
-    return found
+    return backend
 
 
 def _factory(scheme: str, url: str) -> Callable[[str], Backend]:
@@ -100,11 +117,12 @@ def _factory(scheme: str, url: str) -> Callable[[str], Backend]:
             register_backend(scheme, point.load())
     if scheme not in _factories:
         raise StoreError(
-            f"this is not the URL of a store: nothing is registered for {scheme}://",
+            f"no backend is registered for {scheme}://",
+            code="store.unknown_scheme",
             path=url,
             expected=", ".join(f"{name}://" for name in sorted(_factories)) + " or a folder",
-            fix=f'gk.store.register_backend("{scheme}", factory) makes it known, '
-            f"and an entry point {scheme!r} of the group {ENTRY_POINTS!r} for commands",
+            fix=f'Call gk.store.register_backend("{scheme}", factory); for commands, declare an entry '
+            f"point {scheme!r} in the group {ENTRY_POINTS!r}.",
         )
     return _factories[scheme]
 

@@ -1,4 +1,4 @@
-"""Reading a block: the rows of one version, streamed or picked."""
+"""Read the rows of one version of a block, streamed or by id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradkeep.store.blocks._columns import (
     IdIndex,
     as_ids,
     check_fill,
-    filled,
+    fill_missing,
     whole_numbers,
 )
 from gradkeep.store.blocks._manifest import (
@@ -47,13 +47,31 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._segment import Segment
 
 _BATCH = 1 << 24
-_VERIFIED_BATCH = 1 << 22  # so small that what was hashed is still in the cache when it is used
+_VERIFIED_BATCH = 1 << 22  # small enough to stay in the CPU cache between hashing and use
 
 
 class Block:
-    """A sealed version of a block of rows (or, with `live=True`, what is committed so far).
+    """Sealed version of a block of rows, or with `live=True` the rows committed so far.
 
-    Rows have an order (0 to `len(block) - 1`, as they were written) and an id each.
+    Rows have an order (0 to `len(block) - 1`, as written) and an id each.
+
+    Args:
+        backend: Where the store is.
+        folder: Folder of the block.
+        version: An older version; the newest by default.
+        live: Read a block that is not sealed.
+        verify: Check checksums.
+        durability: Durability of the store, for files derived from the block.
+
+    Attributes:
+        schema: Arrays and fingerprints of the block.
+        manifest: Segments of this version.
+        starts: Position of the first row of each segment, and the number of rows `[segments + 1]`.
+
+    Raises:
+        NotSealedError: No version was sealed.
+        MissingRowsError: There is no such version.
+        DamagedError: The schema or the manifest is damaged.
     """
 
     def __init__(
@@ -86,14 +104,18 @@ class Block:
             newest = latest_manifest(self.backend, self.folder)
             if newest is None:
                 raise NotSealedError(
-                    "this block is not complete: no version of it was sealed",
+                    "no version of this block is sealed",
                     path=self.path,
-                    fix="finish the work that writes it, or pass live=True for the rows so far",
+                    fix="Finish the work that writes it, or pass live=True for the rows so far.",
                 )
             manifest = newest
         if manifest.schema_hash != self.schema.hash:
             path = self.backend.describe(manifest_key(self.folder, manifest.version))
-            raise DamagedError("the manifest belongs to another schema", path=path)
+            raise DamagedError(
+                "the manifest has another schema than its block",
+                code="store.other_schema",
+                path=path,
+            )
         return manifest
 
     def __len__(self) -> int:
@@ -101,21 +123,21 @@ class Block:
 
     @property
     def version(self) -> int:
-        """The number of this version; -1 for the live view."""
+        """Number of this version; -1 for the live view."""
         return self.manifest.version
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays."""
+        """Names of the arrays."""
         return [array.name for array in self.schema.arrays]
 
     @property
     def ids(self) -> AnyArray:
-        """The ids of all rows `[N]`, in order."""
+        """Ids of all rows `[N]` in order."""
         return self._ids().ids
 
     def versions(self) -> list[int]:
-        """The versions that can still be read, oldest first."""
+        """List the readable versions, oldest first."""
         return manifest_versions(self.backend, self.folder)
 
     def stream(
@@ -125,10 +147,18 @@ class Block:
         batch_rows: int | None = None,
         segments: range | None = None,
     ) -> Iterator[Batch]:
-        """All rows in order, or those of some segments, mapped from disk, the next read ahead; O(1) memory.
+        """Iterate over all rows in order with O(1) memory, reading the next segment ahead.
 
-        A batch holds `batch_rows` rows, by default some megabytes of them; none spans two segments.
-        Its bytes are verified just before it is handed out, so they are in the cache when used.
+        Rows are mapped from disk. No batch spans two segments. Its bytes are verified just before it is
+        yielded, so they are in the cache when used.
+
+        Args:
+            names: Arrays to read; all by default.
+            batch_rows: Rows per batch; by default some megabytes of rows.
+            segments: Read only these segments of the manifest.
+
+        Yields:
+            Batches of rows.
         """
         if batch_rows is not None:
             _arguments.count("batch_rows", batch_rows, error=InvalidRowsError, least=1)
@@ -147,14 +177,14 @@ class Block:
     def _one_ahead(
         self, entries: Sequence[SegmentEntry], arrays: Sequence[Array]
     ) -> Generator[Segment]:
-        """The opened segments in order, the next one always being read while one is used."""
+        """Yield opened segments in order, reading the next one ahead."""
         if not self.backend.remote:
-            # A local disk reads ahead by itself once it was told to.
-            coming = [self._open_ahead(entry, arrays) for entry in entries[:1]]
+            # The system reads ahead from a local disk.
+            segments = [self._open_ahead(entry, arrays) for entry in entries[:1]]
             for entry in entries[1:]:
-                coming.append(self._open_ahead(entry, arrays))
-                yield coming.pop(0)
-            yield from coming
+                segments.append(self._open_ahead(entry, arrays))
+                yield segments.pop(0)
+            yield from segments
             return
         with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as pool:
             futures = [pool.submit(self._open_ahead, entry, arrays) for entry in entries[:1]]
@@ -172,9 +202,13 @@ class Block:
         return max(1, int(batch_bytes / max(1.0, row_bytes)))
 
     def column(self, name: str) -> Any:
-        """All rows of one array `[N, *shape]`; of ragged ones a list, of texts a list of str.
+        """Read all rows of one array; meant for small arrays.
 
-        Meant for small arrays.
+        Args:
+            name: Name of the array.
+
+        Returns:
+            An array `[N, *shape]`; a list of arrays for ragged rows, a list of str for texts.
         """
         array = self.schema.array(name)
         parts = [batch[name] for batch in self.stream([name])]
@@ -188,29 +222,51 @@ class Block:
     def read(
         self, ids: Any, names: Sequence[str] | None = None, *, fill: float | None = None
     ) -> Batch:
-        """The rows with these ids, in this order; reads only their bytes.
+        """Read the rows with these ids, in this order; reads only their bytes.
 
-        An id that is not there raises `MissingRowsError`. Only `fill=nan` may stand in for it, and
-        only in float arrays: a missing row never reads as a number.
+        Args:
+            ids: Ids of the rows `[B]`; they may repeat.
+            names: Arrays to read; all by default.
+            fill: `float("nan")` to get NaN for missing rows of float arrays; by default they raise.
+
+        Returns:
+            The rows.
+
+        Raises:
+            MissingRowsError: The block does not hold one of the ids.
+            InvalidRowsError: `fill` is not NaN, or an array cannot hold NaN.
         """
-        wanted = self._wanted(ids)
+        row_ids = self._as_row_ids(ids)
         arrays = self._arrays(names)
         if fill is None:
-            rows = self.positions(wanted)
-            return Batch(wanted, self._gather(arrays, rows))
+            rows = self.positions(row_ids)
+            return Batch(row_ids, self._gather(arrays, rows))
         check_fill(fill, arrays, path=self.path)
-        rows = self._ids().find(wanted)
-        there = rows >= 0
-        found = self._gather(arrays, rows[there])
-        return Batch(wanted, tuple(filled(column, there) for column in found))
+        rows = self._ids().find(row_ids)
+        present = rows >= 0
+        columns = self._gather(arrays, rows[present])
+        return Batch(row_ids, tuple(fill_missing(column, present) for column in columns))
 
     def read_rows(self, rows: Any, names: Sequence[str] | None = None) -> Batch:
-        """The rows at these positions (0 to N - 1), in this order; opens only their segments."""
+        """Read the rows at these positions, in this order; opens only their segments.
+
+        Args:
+            rows: Positions (0 to N - 1).
+            names: Arrays to read; all by default.
+
+        Returns:
+            The rows.
+
+        Raises:
+            MissingRowsError: A position is out of range.
+        """
         positions = whole_numbers(rows, path=self.path)
         outside = positions[(positions < 0) | (positions >= len(self))]
         if len(outside):
             raise MissingRowsError(
-                f"there is no row {int(outside[0])}, only 0 to {len(self) - 1}", path=self.path
+                f"there is no row {int(outside[0])}",
+                path=self.path,
+                expected=f"positions from 0 to {len(self) - 1}",
             )
         if self._index is not None:
             return Batch(self.ids[positions], self._gather(self._arrays(names), positions))
@@ -219,12 +275,22 @@ class Block:
         return Batch(ids, columns)
 
     def positions(self, ids: Any) -> AnyArray:
-        """The positions (0 to N - 1) of the rows with these ids; raises `MissingRowsError`."""
-        return self._ids().rows(self._wanted(ids), path=self.path)
+        """Return the positions (0 to N - 1) of the rows with these ids.
 
-    def _wanted(self, ids: Any) -> AnyArray:
+        Args:
+            ids: Ids of the rows `[B]`.
+
+        Returns:
+            Positions `[B]` int64.
+
+        Raises:
+            MissingRowsError: The block does not hold one of the ids.
+        """
+        return self._ids().rows(self._as_row_ids(ids), path=self.path)
+
+    def _as_row_ids(self, ids: Any) -> AnyArray:
         values = whole_numbers(ids, path=self.path)
-        # A row may be asked for twice: only the kind and the sign are checked here.
+        # Ids may repeat here: only their kind and sign are checked.
         as_ids(np.unique(values), num_examples=None, path=self.path)
         return values
 
@@ -241,12 +307,19 @@ class Block:
         return self._index
 
     def ids_of(self, entries: Sequence[SegmentEntry]) -> AnyArray:
-        """The ids of the rows of some segments of this version, in order."""
+        """Return the ids of the rows of some segments.
+
+        Args:
+            entries: Segments of this version.
+
+        Returns:
+            Ids in order, int64.
+        """
         parts = [self._segment(entry).small("ids") for entry in entries]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def _segment(self, entry: SegmentEntry) -> Segment:
-        """The opened segment, from the few that are kept open."""
+        """Return an opened segment; the 64 most recently used stay open."""
         segment = self._opened.pop(entry.file, None)
         if segment is None:
             segment = self._open(entry)
@@ -268,7 +341,7 @@ class Block:
     def _gather(
         self, arrays: Sequence[Array], rows: AnyArray, ids: AnyArray | None = None
     ) -> tuple[Column, ...]:
-        """Stored rows at the given positions, read in the order of the file; `ids` are filled in too.
+        """Read stored rows at these positions in file order; also fill `ids` if passed.
 
         Every segment is opened once for all arrays.
         """
@@ -285,13 +358,13 @@ class Block:
             segment = self._segment(self.manifest.segments[index])
             if ids is not None:
                 ids[slots] = segment.small("ids")[within]
-            for one in gathered:
-                one.add(segment, within, slots)
-        return tuple(one.column(order) for one in gathered)
+            for rows_of_array in gathered:
+                rows_of_array.add(segment, within, slots)
+        return tuple(rows_of_array.column(order) for rows_of_array in gathered)
 
 
 class _GatheredRows:
-    """Rows of one size that are read segment by segment into their places."""
+    """Rows of fixed shape, read segment by segment into their final places."""
 
     def __init__(self, array: Array, count: int) -> None:
         self._array = array
@@ -306,13 +379,13 @@ class _GatheredRows:
             self._scale[slots] = segment.small(f"{self._array.name}#scale")[within]
 
     def column(self, order: AnyArray) -> Column:
-        """What was read."""
+        """Return the rows."""
         del order
         return Column(self._array, self._values, self._scale)
 
 
 class _GatheredRagged:
-    """Rows of different sizes that are read segment by segment, and put into their order at the end."""
+    """Ragged rows, read segment by segment and reordered at the end."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -336,7 +409,7 @@ class _GatheredRagged:
         self._parts.append(Column(array, values, scale, offsets))
 
     def column(self, order: AnyArray) -> Column:
-        """What was read, in the order that was asked for."""
+        """Return the rows in the requested order."""
         return Column.join(self._array, self._parts).take(np.argsort(order))
 
 

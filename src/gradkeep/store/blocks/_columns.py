@@ -1,4 +1,4 @@
-"""Rows as they come out of a block: encoded until they are asked for, NaN where one is missing."""
+"""Rows read from a block, decoded on access, and lookup of row ids."""
 
 from __future__ import annotations
 
@@ -26,35 +26,52 @@ if TYPE_CHECKING:
 class Ragged:
     """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`.
 
-    >>> rows = Ragged.of([np.zeros((2, 3)), np.ones((1, 3))])
-    >>> len(rows), rows[1].shape, rows.offsets.tolist()
-    (2, (1, 3), [0, 2, 3])
+    Args:
+        values: All rows joined, `[sum T_i, *shape]`.
+        offsets: Bounds of the rows, `[B + 1]` int64.
+
+    Example:
+        >>> rows = Ragged.of([np.zeros((2, 3)), np.ones((1, 3))])
+        >>> len(rows), rows[1].shape, rows.offsets.tolist()
+        (2, (1, 3), [0, 2, 3])
     """
 
     values: AnyArray
-    """`[sum T_i, *shape]`"""
     offsets: AnyArray
-    """`[B + 1]` int64"""
 
     @classmethod
     def of(cls, rows: list[AnyArray]) -> Ragged:
-        """From a list of arrays `[T_i, *shape]`."""
+        """Join a list of arrays.
+
+        Args:
+            rows: Arrays `[T_i, *shape]`.
+
+        Returns:
+            The joined rows.
+        """
         lengths = [len(row) for row in rows]
         return cls(np.concatenate(rows), np.cumsum([0, *lengths], dtype=np.int64))
 
     @classmethod
     def of_texts(cls, texts: Sequence[str]) -> Ragged:
-        """Texts as the bytes of their UTF-8, for an array of kind `text`.
+        """Encode texts as UTF-8, for an array of kind `text`.
 
-        >>> Ragged.of_texts(["one", "zwölf"]).texts()
-        ['one', 'zwölf']
+        Args:
+            texts: The texts.
+
+        Returns:
+            Their bytes, one row per text.
+
+        Example:
+            >>> Ragged.of_texts(["one", "zwölf"]).texts()
+            ['one', 'zwölf']
         """
         parts = [text.encode() for text in texts]
         offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
         return cls(np.frombuffer(b"".join(parts), np.uint8), offsets)
 
     def texts(self) -> list[str]:
-        """The rows of an array of kind `text`, as they were given."""
+        """Decode the rows of an array of kind `text`."""
         whole = np.ascontiguousarray(self.values).tobytes()
         bounds = itertools.pairwise(self.offsets.tolist())
         return [whole[start:stop].decode(errors="replace") for start, stop in bounds]
@@ -78,7 +95,7 @@ class Column:
     offsets: AnyArray | None = None
 
     def take(self, order: AnyArray) -> Column:
-        """The rows in another order, some left out or repeated."""
+        """Return the rows in another order; rows may be left out or repeated."""
         if np.array_equal(order, np.arange(len(self))):
             return self
         if self.offsets is None:
@@ -95,7 +112,7 @@ class Column:
 
     @classmethod
     def join(cls, array: Array, parts: Sequence[Column]) -> Column:
-        """The rows of all parts, one part after the other."""
+        """Concatenate the rows of all parts."""
         if len(parts) == 1:
             return parts[0]
         empty = np.empty((0, *array.stored_shape), array.stored_dtype)
@@ -113,7 +130,7 @@ class Column:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     def decode(self) -> AnyArray | Ragged:
-        """The values in the array's dtype; plain values are not copied and not to be written to."""
+        """Return the values in the array's dtype; plain values are read-only and not copied."""
         values = decode(self.array, self.values, self.scale)
         if values is self.values and values.flags.writeable:
             values = values.view()
@@ -121,11 +138,10 @@ class Column:
         return values if self.offsets is None else Ragged(values, self.offsets)
 
     def tensor(self) -> torch.Tensor:
-        """The values `[R, *shape]` as a torch tensor; of ragged rows, all tokens in order."""
+        """Return the values `[R, *shape]` as a torch tensor; for ragged rows, all tokens in order."""
         import torch
 
-        # The values of a map are private and writable, which torch wants; a copy is made only
-        # where they are not.
+        # Mapped values are private and writable, as torch requires; others are copied.
         values = self.values if self.values.flags.writeable else self.values.copy()
         if self.array.encoding == "bfloat16":
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float()
@@ -141,23 +157,41 @@ class Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(Mapping[str, "AnyArray | Ragged"]):
-    """Some rows of a block: `batch["loss"]` decodes, `batch.column("loss")` is as stored."""
+    """Some rows of a block: `batch["loss"]` decodes, `batch.column("loss")` is as stored.
+
+    Args:
+        ids: Ids of the rows, `[B]` int64.
+        columns: Stored rows of each array.
+        first_row: Position of the first row in the block; 0 for rows read by id.
+    """
 
     ids: AnyArray
-    """`[B]` int64"""
     columns: tuple[Column, ...]
     first_row: int = 0
-    """The position of the first row in the block; of a gather, 0."""
 
     def column(self, name: str) -> Column:
-        """The stored rows of one array."""
+        """Return the stored rows of one array.
+
+        Args:
+            name: Name of the array.
+
+        Raises:
+            KeyError: The batch does not hold this array.
+        """
         for column in self.columns:
             if column.array.name == name:
                 return column
         raise KeyError(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The values of one array as a torch tensor."""
+        """Return the values of one array as a torch tensor `[B, *shape]`.
+
+        Args:
+            name: Name of the array.
+
+        Raises:
+            KeyError: The batch does not hold this array.
+        """
         return self.column(name).tensor()
 
     def __getitem__(self, name: str) -> Any:
@@ -171,24 +205,25 @@ class Batch(Mapping[str, "AnyArray | Ragged"]):
 
 
 def check_fill(fill: float, arrays: Sequence[Array], *, path: str) -> None:
-    """Refuse to fill with a number, and to fill arrays that cannot hold NaN."""
-    whole = [array.name for array in arrays if array.dtype[:5] != "float" or array.ragged]
+    """Raise unless `fill` is NaN and all arrays can hold it."""
+    unfillable = [array.name for array in arrays if array.dtype[:5] != "float" or array.ragged]
     is_number = isinstance(fill, float | np.floating)
-    if not is_number or not math.isnan(fill) or whole:
+    if not is_number or not math.isnan(fill) or unfillable:
         raise InvalidRowsError(
-            "only NaN may stand for a missing row, and only in float arrays of fixed shape",
+            "missing rows can only be filled with NaN, and only in float arrays of fixed shape",
+            code="store.invalid_fill",
             path=path,
             found=f"fill={_arguments.short_repr(fill)}"
-            + (f" for {', '.join(whole)}" if whole else ""),
-            fix="pass fill=float('nan') and name only float arrays",
+            + (f" for {', '.join(unfillable)}" if unfillable else ""),
+            fix="Pass fill=float('nan') and the names of float arrays only.",
         )
 
 
-def filled(found: Column, there: AnyArray) -> Column:
-    """The found rows where `there [B]` is true, NaN elsewhere."""
-    array = found.array
-    values = np.full((len(there), *array.shape), np.nan, array.dtype)
-    values[there] = found.decode()
+def fill_missing(column: Column, present: AnyArray) -> Column:
+    """Return the rows of the column where `present [B]` is true, and NaN elsewhere."""
+    array = column.array
+    values = np.full((len(present), *array.shape), np.nan, array.dtype)
+    values[present] = column.decode()
     return Column(array.as_plain(), values)
 
 
@@ -197,63 +232,84 @@ _WITHIN = (1 << _PAGE_BITS) - 1
 
 
 def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
-    """Ids as int64 `[B]`; raises `InvalidRowsError` unless they are whole, in range and different."""
+    """Return ids as int64 `[B]`; raise `InvalidRowsError` unless they are integers, in range and unique."""
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu().numpy()
-    values = _wholes(ids, path=path)
+    values = _as_integers(ids, path=path)
     if values.ndim != 1:
         raise _not_ids(values, path=path)
     if len(values) and (lowest := int(values.min())) < 0:
-        raise InvalidRowsError("an id is negative", path=path, found=lowest, expected="0 or more")
+        raise InvalidRowsError(
+            "an id is negative",
+            code="store.negative_id",
+            path=path,
+            found=lowest,
+            expected="0 or more",
+        )
     if num_examples is not None and len(values) and (top := int(values.max())) >= num_examples:
         raise InvalidRowsError(
-            f"the store has {num_examples} examples, but the ids reach {top}",
+            f"the block has {num_examples} examples, but an id is {top}",
+            code="store.id_out_of_range",
             path=path,
-            fix="pass the data set's real size as num_examples",
+            fix="Pass the size of the data set as num_examples.",
         )
     unique, counts = np.unique(values, return_counts=True)
     if len(unique) != len(values):
-        twice = _few(unique[counts > 1])
-        raise InvalidRowsError("an id occurs twice in one batch", path=path, found=twice)
+        raise InvalidRowsError(
+            "an id occurs twice in one batch",
+            code="store.repeated_in_batch",
+            path=path,
+            found=_few(unique[counts > 1]),
+        )
     return values
 
 
 def whole_numbers(values: Any, *, path: str) -> AnyArray:
-    """Ids or row numbers as int64 `[N]`; `InvalidRowsError` for all but whole numbers.
+    """Return ids or row numbers as int64 `[N]`; raise `InvalidRowsError` for anything but integers.
 
-    A float is refused even if nothing stands after its point: where 3.0 comes from, 3.7 may come
-    too, and a row that is not the one that was meant must never be read or dropped.
+    Floats are refused even if they are integral: where 3.0 comes from, 3.7 may come too, and a wrong row
+    must never be read or dropped.
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
-    return _wholes(values, path=path).reshape(-1)
+    return _as_integers(values, path=path).reshape(-1)
 
 
-def _wholes(given: Any, *, path: str) -> AnyArray:
+def _as_integers(numbers: Any, *, path: str) -> AnyArray:
     try:
-        values = np.asarray(given)
-    except (ValueError, OverflowError):  # lists of different lengths
+        values = np.asarray(numbers)
+    except (ValueError, OverflowError):  # nested lists of different lengths
         values = np.empty((), object)
     if values.size == 0:
         return values.astype(np.int64)
     if values.dtype == np.uint64 and int(values.max()) > np.iinfo(np.int64).max:
-        raise InvalidRowsError("ids must be below 2**63", path=path, found=int(values.max()))
-    # numpy takes True among numbers for 1.
-    listed = isinstance(given, list | tuple) and any(isinstance(item, bool) for item in given)
-    if values.dtype.kind not in "iu" or listed:
-        raise _not_ids(values, path=path, bools=listed)
+        raise InvalidRowsError(
+            "ids must be below 2**63",
+            code="store.id_out_of_range",
+            path=path,
+            found=int(values.max()),
+        )
+    # numpy converts True in a list of numbers to 1.
+    has_bools = isinstance(numbers, list | tuple) and any(
+        isinstance(item, bool) for item in numbers
+    )
+    if values.dtype.kind not in "iu" or has_bools:
+        raise _not_ids(values, path=path, bools=has_bools)
     return values.astype(np.int64)
 
 
 def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRowsError:
     kind = "bool" if bools else values.dtype
     return InvalidRowsError(
-        "ids must be a list of whole numbers", path=path, found=f"{kind} of shape {values.shape}"
+        "ids must be a list of integers",
+        code="store.invalid_ids",
+        path=path,
+        found=f"{kind} of shape {values.shape}",
     )
 
 
 class IdSet:
-    """A set of ids in pages of bits set on demand; adding B ids costs O(B log B).
+    """Set of ids as bitmap pages allocated on demand; adding B ids costs O(B log B).
 
     >>> seen = IdSet()
     >>> seen.add(np.array([3, 70000]))
@@ -271,12 +327,12 @@ class IdSet:
             page[members & _WITHIN] = True
 
     def among(self, ids: AnyArray) -> AnyArray:
-        """Those of the ids that are in the set."""
-        found = [ids[:0]]
+        """Return the ids that are in the set."""
+        members_of_set = [ids[:0]]
         for number, members in _by_page(ids):
             if number in self._pages:
-                found.append(members[self._pages[number][members & _WITHIN]])
-        return np.concatenate(found)
+                members_of_set.append(members[self._pages[number][members & _WITHIN]])
+        return np.concatenate(members_of_set)
 
 
 def _by_page(ids: AnyArray) -> Iterator[tuple[int, AnyArray]]:
@@ -286,35 +342,36 @@ def _by_page(ids: AnyArray) -> Iterator[tuple[int, AnyArray]]:
 
 
 class IdIndex:
-    """Where each id's row is; O(log N) per id, O(1) when ids are 0, 1, 2, ..."""
+    """Index from id to row; O(log N) per id, O(1) if ids are 0, 1, 2, ..."""
 
     def __init__(self, ids: AnyArray) -> None:
         self.ids = ids
         self._counting = bool(np.array_equal(ids, np.arange(len(ids))))
         self._order = None if self._counting else np.argsort(ids, kind="stable")
 
-    def rows(self, wanted: AnyArray, *, path: str) -> AnyArray:
-        """The row of each id; raises `MissingRowsError` naming those that are not there."""
-        rows = self.find(wanted)
-        missing = wanted[rows < 0]
+    def rows(self, row_ids: AnyArray, *, path: str) -> AnyArray:
+        """Return the row of each id; raise `MissingRowsError` for unknown ids."""
+        rows = self.find(row_ids)
+        missing = row_ids[rows < 0]
         if len(missing):
             raise MissingRowsError(
-                f"{len(missing)} of {len(wanted)} rows are not in this block",
+                f"{len(missing)} of {len(row_ids)} rows are not in this block",
+                code="store.unknown_ids",
                 path=path,
                 found=f"no row with id {_few(missing)}",
-                fix="ask for other ids, capture the missing ones, or pass fill=nan to get NaN there",
+                fix="Use other ids, capture the missing ones, or pass fill=nan to get NaN for them.",
             )
         return rows
 
-    def find(self, wanted: AnyArray) -> AnyArray:
-        """The row of each id, -1 where there is none."""
+    def find(self, row_ids: AnyArray) -> AnyArray:
+        """Return the row of each id, -1 for unknown ids."""
         if self._order is None:
-            return np.where((wanted >= 0) & (wanted < len(self.ids)), wanted, -1)
+            return np.where((row_ids >= 0) & (row_ids < len(self.ids)), row_ids, -1)
         if not len(self.ids):
-            return np.full(len(wanted), -1)
-        at = np.searchsorted(self.ids, wanted, sorter=self._order)
+            return np.full(len(row_ids), -1)
+        at = np.searchsorted(self.ids, row_ids, sorter=self._order)
         rows = self._order[np.minimum(at, len(self.ids) - 1)]
-        return np.where(self.ids[rows] == wanted, rows, -1)
+        return np.where(self.ids[rows] == row_ids, rows, -1)
 
 
 def _few(ids: AnyArray) -> str:

@@ -1,8 +1,8 @@
-"""How values become stored bytes and back.
+"""Encode values to stored bytes and decode them.
 
-Scales are kept per row, never per block: one large row must not push the small ones to zero, and
-at a converged model the small ones carry the ranking. Compressed rows lie in zstd frames of some
-rows each, so that a few rows need not unpack all.
+Scales are stored per row, never per block: one large row must not round the small ones to zero, and at
+a converged model the small ones carry the ranking. Compressed rows are stored in zstd frames of some
+rows each, so that reading a few rows does not decompress all.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Encoded:
     values: AnyArray
     scale: FloatArray | None
     nonzero: int = 0
-    """How many values were not zero, counted for encodings that can flush values to zero."""
+    """Number of nonzero values, for encodings that can flush values to zero."""
     flushed: int = 0
-    """How many of them became zero."""
+    """Number of them that became zero."""
 
 
 def encode(array: Array, values: AnyArray) -> Encoded:
-    """Rows `[R, *shape]` of the array's dtype as stored rows."""
+    """Encode rows `[R, *shape]` of the array's dtype."""
     if array.encoding == "plain":
         return Encoded(values, None)
     if array.encoding == "bits":
@@ -54,7 +54,7 @@ def encode(array: Array, values: AnyArray) -> Encoded:
 
 
 def decode(array: Array, values: AnyArray, scale: FloatArray | None) -> AnyArray:
-    """Stored rows as rows `[R, *shape]` of the array's dtype; `plain` rows are not copied."""
+    """Decode stored rows to `[R, *shape]` of the array's dtype; `plain` rows are not copied."""
     if array.encoding == "plain":
         return values
     if array.encoding == "bits":
@@ -73,12 +73,12 @@ def decode(array: Array, values: AnyArray, scale: FloatArray | None) -> AnyArray
 
 
 def may_overflow(scale: FloatArray) -> bool:
-    """Whether a value may have been rounded up beyond the largest float32: it is then the largest."""
+    """Return True if decoding may round a value above the largest float32; it is then clipped."""
     return bool(len(scale)) and float(scale.max()) > 2.0**111
 
 
 def to_bfloat16(values: AnyArray) -> AnyArray:
-    """float32 to the bits of bfloat16, rounded to nearest even; NaN stays NaN.
+    """Round float32 to the bits of bfloat16, to nearest even; NaN stays NaN.
 
     >>> hex(to_bfloat16(np.float32([1.0]))[0])
     '0x3f80'
@@ -101,7 +101,7 @@ def to_bfloat16(values: AnyArray) -> AnyArray:
 
 
 def from_bfloat16(bits: AnyArray) -> FloatArray:
-    """The bits of bfloat16 as float32, exactly.
+    """Convert the bits of bfloat16 to float32, exactly.
 
     >>> from_bfloat16(np.uint16([0x3F80]))
     array([1.], dtype=float32)
@@ -115,7 +115,7 @@ def _encode_scaled(array: Array, values: AnyArray) -> Encoded:
     flat = values.reshape(len(values), math.prod(array.shape))
     largest = np.abs(flat).max(axis=1, initial=0.0) if flat.size else np.zeros(len(flat), "f4")
     if array.encoding == "float16-scaled":
-        # A power of two changes no mantissa: only range is gained. The exponent is bounded so
+        # A power of two changes no mantissa. The exponent is bounded so
         # that the scale itself is a normal float32.
         exponent = np.clip(np.frexp(largest)[1] - 15, -126, 126)
         scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
@@ -134,7 +134,7 @@ def _underflow(values: AnyArray, stored: AnyArray) -> tuple[int, int]:
 
 
 def compress(values: AnyArray, rows: int) -> list[bytes]:
-    """One frame for every `rows` rows; level 1, since speed is what limits us."""
+    """Compress each group of `rows` rows to one frame; level 1, for speed."""
     zstandard = import_extra("zstandard", extra="zstd", what="zstd compression")
     compressor = zstandard.ZstdCompressor(level=1)
     contiguous = np.ascontiguousarray(values)
@@ -143,7 +143,7 @@ def compress(values: AnyArray, rows: int) -> list[bytes]:
 
 
 def decompress(frame: bytes, out: AnyArray) -> None:
-    """Unpack a frame into `out`, which has its dtype and shape; ValueError if it does not fit."""
+    """Decompress a frame into `out`; raise ValueError if the sizes differ."""
     zstandard = import_extra("zstandard", extra="zstd", what="zstd compression")
     try:
         raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=out.nbytes)

@@ -1,4 +1,4 @@
-"""Rows on their way in: checked against the schema, then gathered in the buffers of a segment."""
+"""Validate incoming rows against the schema, and collect them in the buffers of a segment."""
 
 from __future__ import annotations
 
@@ -18,94 +18,104 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Array, Schema
 
 
-def checked_rows(
+def validate_rows(
     schema: Schema, ids: AnyArray, arrays: Mapping[str, Any], *, path: str
 ) -> dict[str, AnyArray | Ragged]:
-    """Every array of the schema `[B, *shape]` (or `Ragged`), right in dtype, shape and values."""
+    """Return every array of the schema `[B, *shape]` (or `Ragged`) with valid dtype, shape and values."""
     names = {array.name for array in schema.arrays}
     missing, unknown = sorted(names - set(arrays)), sorted(set(arrays) - names)
     if missing or unknown:
         raise InvalidRowsError(
             "a batch must hold exactly the arrays of the schema",
+            code="store.wrong_arrays",
             path=path,
             found=f"missing {missing}, unknown {unknown}",
             expected=", ".join(array.name for array in schema.arrays),
         )
     return {
-        array.name: _checked(array, arrays[array.name], ids, path=path) for array in schema.arrays
+        array.name: _validate_array(array, arrays[array.name], ids, path=path)
+        for array in schema.arrays
     }
 
 
-def _checked(array: Array, given: Any, ids: AnyArray, *, path: str) -> AnyArray | Ragged:
+def _validate_array(array: Array, rows: Any, ids: AnyArray, *, path: str) -> AnyArray | Ragged:
     if array.ragged:
-        return _checked_ragged(array, given, ids, path=path)
-    values = _as_array(array, given, path=path)
+        return _validate_ragged(array, rows, ids, path=path)
+    values = _as_array(array, rows, path=path)
     expected = (len(ids), *array.shape)
     if values.shape != expected:
-        raise _wrong(array, f"shape {values.shape}", f"shape {expected}", path=path)
+        raise _mismatch(array, f"shape {values.shape}", f"shape {expected}", path=path)
     _check_finite(array, values, ids, path=path)
     return values
 
 
-def _checked_ragged(array: Array, given: Any, ids: AnyArray, *, path: str) -> Ragged:
-    if not isinstance(given, Ragged):
-        rows = [_as_array(array, row, path=path) for row in given]
+def _validate_ragged(array: Array, ragged: Any, ids: AnyArray, *, path: str) -> Ragged:
+    if not isinstance(ragged, Ragged):
+        rows = [_as_array(array, row, path=path) for row in ragged]
         empty = np.empty((0, *array.shape), array.dtype)
         wrong = [row.shape for row in rows if row.shape[1:] != array.shape or row.ndim == 0]
         if wrong:
-            raise _wrong(array, f"a row of shape {wrong[0]}", f"[T, {array.shape}]", path=path)
-        given = Ragged.of([empty, *rows])
-        given = Ragged(given.values, given.offsets[1:])
-    values = _as_array(array, given.values, path=path)
-    offsets = np.asarray(given.offsets, np.int64)
+            raise _mismatch(array, f"a row of shape {wrong[0]}", f"[T, {array.shape}]", path=path)
+        ragged = Ragged.of([empty, *rows])
+        ragged = Ragged(ragged.values, ragged.offsets[1:])
+    values = _as_array(array, ragged.values, path=path)
+    offsets = np.asarray(ragged.offsets, np.int64)
     expected = f"{len(ids)} rows of shape [T, {', '.join(map(str, array.shape))}]"
     if values.shape[1:] != array.shape or offsets.shape != (len(ids) + 1,):
-        raise _wrong(array, f"{len(offsets) - 1} rows of {values.shape[1:]}", expected, path=path)
+        raise _mismatch(
+            array, f"{len(offsets) - 1} rows of {values.shape[1:]}", expected, path=path
+        )
     if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
-        raise _wrong(array, f"offsets {offsets[:5]} ...", f"0 to {len(values)}, rising", path=path)
+        raise _mismatch(
+            array, f"offsets {offsets[:5]} ...", f"0 to {len(values)}, rising", path=path
+        )
     _check_finite(array, values, ids, path=path, offsets=offsets)
     return Ragged(values, offsets)
 
 
-def _as_array(array: Array, given: Any, *, path: str) -> AnyArray:
-    if hasattr(given, "detach"):
-        given = given.detach().cpu()
+def _as_array(array: Array, values: Any, *, path: str) -> AnyArray:
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
         # numpy has no bfloat16; float32 holds it exactly.
-        given = given.float().numpy() if str(given.dtype) == "torch.bfloat16" else given.numpy()
-    if not isinstance(given, np.ndarray | np.generic):
-        return _from_list(array, given, path=path)
-    if not np.can_cast(given.dtype, array.dtype, "safe"):
-        raise _wrong(array, f"dtype {given.dtype}", f"dtype {array.dtype}", path=path)
-    return np.asarray(given).astype(array.dtype, copy=False)
+        values = values.float().numpy() if str(values.dtype) == "torch.bfloat16" else values.numpy()
+    if not isinstance(values, np.ndarray | np.generic):
+        return _from_list(array, values, path=path)
+    if not np.can_cast(values.dtype, array.dtype, "safe"):
+        raise _mismatch(array, f"dtype {values.dtype}", f"dtype {array.dtype}", path=path)
+    return np.asarray(values).astype(array.dtype, copy=False)
 
 
-def _from_list(array: Array, given: Any, *, path: str) -> AnyArray:
-    """Plain numbers in the array's dtype: what that would cut off or wrap is refused."""
+def _from_list(array: Array, numbers: Any, *, path: str) -> AnyArray:
+    """Convert a list of numbers to the array's dtype; raise if a value would be truncated or wrap."""
     try:
-        natural = np.asarray(given)
+        natural = np.asarray(numbers)
     except ValueError:
-        raise _wrong(array, "rows of different shapes", f"shape {array.shape}", path=path) from None
-    wanted = np.dtype(array.dtype)
-    # A float array takes every number, a whole one only whole ones, a bool one only bools; a list
-    # of nothing has no kind of its own.
-    takes = {"f": "fiub", "i": "iub", "u": "iub", "b": "b"}[wanted.kind]
-    if wanted == np.uint64 and natural.dtype.kind == "f" and _all_whole(given):
-        natural = np.asarray(given, np.uint64)  # numpy makes floats of a mix of small and large
+        raise _mismatch(
+            array, "rows of different shapes", f"shape {array.shape}", path=path
+        ) from None
+    dtype = np.dtype(array.dtype)
+    # A float array accepts every number, an integer one only integers, a bool one only bools; an
+    # empty list has no kind.
+    takes = {"f": "fiub", "i": "iub", "u": "iub", "b": "b"}[dtype.kind]
+    if dtype == np.uint64 and natural.dtype.kind == "f" and _all_whole(numbers):
+        natural = np.asarray(
+            numbers, np.uint64
+        )  # numpy converts a mix of small and large integers to float
     if natural.size and natural.dtype.kind not in takes:
-        kind = "numbers that no dtype holds" if natural.dtype.kind == "O" else natural.dtype
-        raise _wrong(array, f"a list of {kind}", f"dtype {array.dtype}", path=path)
-    if natural.size and wanted.kind in "iu" and natural.dtype.kind in "iu":
+        kind = "numbers that do not fit any dtype" if natural.dtype.kind == "O" else natural.dtype
+        raise _mismatch(array, f"a list of {kind}", f"dtype {array.dtype}", path=path)
+    if natural.size and dtype.kind in "iu" and natural.dtype.kind in "iu":
         low, high = int(natural.min()), int(natural.max())
-        limits = np.iinfo(wanted)
+        limits = np.iinfo(dtype)
         if low < limits.min or high > limits.max:
-            found = f"numbers from {low} to {high}"
+            actual = f"numbers from {low} to {high}"
             expected = f"{array.dtype}: {limits.min} to {limits.max}"
-            raise _wrong(array, found, expected, path=path)
-    return natural.astype(wanted)
+            raise _mismatch(array, actual, expected, path=path)
+    return natural.astype(dtype)
 
 
-def _all_whole(given: Any) -> bool:
-    return isinstance(given, list | tuple) and all(type(x) is int and x >= 0 for x in given)
+def _all_whole(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(type(x) is int and x >= 0 for x in values)
 
 
 def _check_finite(
@@ -118,8 +128,8 @@ def _check_finite(
 ) -> None:
     if array.nan == "keep" or values.dtype.kind != "f":
         return
-    # One fast pass: the sum is finite unless some value is not (or the sum overflows, which the
-    # slow pass then clears).
+    # Fast pass: the sum is finite unless some value is not (or the sum overflows, which the slow
+    # pass resolves).
     with np.errstate(all="ignore"):
         if np.isfinite(values.sum()):
             return
@@ -130,18 +140,25 @@ def _check_finite(
             row = int(np.searchsorted(offsets, row, side="right")) - 1
         raise InvalidRowsError(
             f"array {array.name!r} holds NaN or infinity",
+            code="store.not_finite",
             path=path,
             found=f"{int(bad.sum())} rows of this batch, the first with id {int(ids[row])}",
-            fix="look at that example and its loss, or declare the array with nan='keep'",
+            fix="Check that example and its loss, or declare the array with nan='keep'.",
         )
 
 
-def _wrong(array: Array, found: str, expected: str, *, path: str) -> InvalidRowsError:
-    return InvalidRowsError(f"array {array.name!r}", path=path, found=found, expected=expected)
+def _mismatch(array: Array, actual: str, expected: str, *, path: str) -> InvalidRowsError:
+    return InvalidRowsError(
+        f"array {array.name!r} does not match the schema",
+        code="store.wrong_values",
+        path=path,
+        found=actual,
+        expected=expected,
+    )
 
 
 class SegmentBuffer:
-    """The buffers of one segment while rows come in; used again for the one after next."""
+    """Buffers of one segment that is being filled; reused for the segment after the next."""
 
     def __init__(self, schema: Schema, rows: int) -> None:
         self._schema = schema
@@ -156,7 +173,7 @@ class SegmentBuffer:
             slot.begin()
 
     def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
-        # Encode everything before any buffer changes: a row that cannot be encoded leaves no trace.
+        # Encode everything before changing any buffer, so that a failure changes nothing.
         ready = [
             (slot, *_encoded_rows(slot.array, arrays[name], chunk))
             for name, slot in self._slots.items()
@@ -174,7 +191,7 @@ class SegmentBuffer:
 def stored_arrays(
     schema: Schema, arrays: Mapping[str, AnyArray | Ragged], chunk: slice
 ) -> dict[str, StoredArray]:
-    """The rows of a chunk as a segment stores them, without a copy of what is stored as it is."""
+    """Encode the rows of a chunk; arrays that are stored as they are are not copied."""
     stored = {}
     for array in schema.arrays:
         encoded, lengths = _encoded_rows(array, arrays[array.name], chunk)
@@ -192,7 +209,7 @@ def _encoded_rows(
 
 
 class _ArrayBuffer:
-    """The encoded rows of one array of one segment."""
+    """Encoded rows of one array of one segment."""
 
     def __init__(self, array: Array, rows: int) -> None:
         self.array = array

@@ -1,11 +1,11 @@
-"""Versions of a block: numbered manifests, read, chosen, sealed.
+"""Versions of a block: read, seal and drop rows of numbered manifests.
 
-A manifest lists the segments of a version, and a version is never changed. Sealing, extending,
-dropping rows and compaction all publish the next number with `put_if_absent`; who loses a race for
-a number reads again and tries the next.
+A manifest lists the segments of a version, and a version never changes. Sealing, extending, dropping
+rows and compaction all publish the next number with `put_if_absent`; a process that loses a race for a
+number reads again and tries the next.
 
-Versions are chained: each names the digest of its predecessor's manifest, and `_records.py` keeps the
-digest of each a second time, elsewhere. A version that was recorded and is gone is damage.
+Versions are chained: each contains the digest of its predecessor's manifest, and `_records.py` stores
+each digest a second time elsewhere. A recorded version that is missing is damage.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from gradkeep.store._document import (
     Count,
     Record,
     from_bytes,
-    not_ours,
+    malformed_document,
     read_bytes,
     read_document,
     to_bytes,
 )
-from gradkeep.store._records import heads_of, record_head
+from gradkeep.store._records import read_heads, record_head
 from gradkeep.store.blocks._columns import IdSet, whole_numbers
 from gradkeep.store.blocks._packing import SUFFIX, pack_batch
 from gradkeep.store.blocks._schema import Schema
@@ -52,41 +52,41 @@ if TYPE_CHECKING:
 MANIFESTS = "manifest"
 SEGMENTS = "seg"
 REWRITTEN = "without-"
-"""How the names of segments begin that were written anew when rows were dropped."""
+"""Prefix of segments that were rewritten when rows were dropped."""
 _FILE = re.compile(r"(seg/(\d{6,18}|without-[0-9a-f]{32})|packed/\d{6,18})\.safetensors")
-"""What a manifest may name: segments of its own block, and nothing else."""
+"""Names that a manifest may list: segments of its own block only."""
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One segment of a version."""
 
     file: str
-    """Its key below the block's folder."""
+    """Key below the block's folder."""
     rows: Count
     bytes: Count
     xxh3: str
-    """The digest of its header, which holds the digests of its tensors."""
+    """Digest of the header, which holds the digests of the tensors."""
 
 
 class Manifest(Record, frozen=True, omit_defaults=True):
-    """One version of a block: its segments, in the order of their rows."""
+    """One version of a block: its segments in the order of their rows."""
 
     version: int
     schema_hash: str
     segments: tuple[SegmentEntry, ...]
     written: tuple[Count, ...]
-    """The rows of every numbered segment that was ever written, left out since or not."""
+    """Rows of every numbered segment that was ever written, dropped ones included."""
     previous: str | None = None
-    """The digest of the manifest before this; None of the first, and of those of old stores."""
+    """Digest of the previous manifest; None for the first, and in stores of early versions."""
 
     @property
     def identity(self) -> str:
-        """A digest of the rows: equal for captures of the same bytes, whenever they were written."""
+        """Digest of the rows: equal for captures of the same bytes, whenever they were written."""
         parts = [self.schema_hash, *(segment.xxh3 for segment in self.segments)]
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
     def next_version(self, segments: tuple[SegmentEntry, ...]) -> Manifest:
-        """The version after this one, with other segments and no new rows."""
+        """Return the next version, with other segments and no new rows."""
         return Manifest(
             version=self.version + 1,
             schema_hash=self.schema_hash,
@@ -96,24 +96,24 @@ class Manifest(Record, frozen=True, omit_defaults=True):
         )
 
     def with_more(self, entries: Sequence[SegmentEntry]) -> Manifest:
-        """The version after this one, with more segments."""
+        """Return the next version, with additional segments."""
         written = (*self.written, *(entry.rows for entry in entries))
         following = self.next_version((*self.segments, *entries))
         return msgspec.structs.replace(following, written=written)
 
     @property
     def next_segment(self) -> int:
-        """The first number that was never used: a later segment is work in progress, not waste."""
+        """First unused number; a segment with this number or a later one is work in progress."""
         return len(self.written)
 
     @property
     def next_row(self) -> int:
-        """How many rows were ever written, those left out since included."""
+        """Number of rows that were ever written, dropped ones included."""
         return sum(self.written)
 
     @property
     def rows(self) -> int:
-        """Rows of all segments."""
+        """Number of rows of all segments."""
         return sum(segment.rows for segment in self.segments)
 
     @property
@@ -123,29 +123,28 @@ class Manifest(Record, frozen=True, omit_defaults=True):
 
 
 def no_version(schema: Schema) -> Manifest:
-    """What comes before the first version."""
+    """Return the empty predecessor of the first version."""
     return Manifest(version=-1, schema_hash=schema.hash, segments=(), written=())
 
 
 def manifest_key(folder: str, version: int) -> str:
-    """The name of a version's manifest."""
     return f"{folder}/{MANIFESTS}/{version:06d}.json"
 
 
 def manifest_versions(backend: Backend, folder: str) -> list[int]:
-    """The published versions, oldest first."""
+    """List the published versions, oldest first."""
     return numbered_files(backend.list(f"{folder}/{MANIFESTS}"), ".json")
 
 
 def is_number(name: str, *, digits: int = 6) -> bool:
-    """Whether this is how gradkeep writes a number in a name: padded to so many digits, no more."""
+    """Return True if gradkeep writes numbers in names like this: zero-padded to `digits`."""
     if not (name.isascii() and name.isdigit() and digits <= len(name) <= 18):
         return False
     return len(name) == digits or name[0] != "0"
 
 
 def numbered_files(listed: Iterable[Entry], suffix: str, *, digits: int = 6) -> list[int]:
-    """The numbers of the files that are called by one, rising; all others are somebody else's."""
+    """Return the sorted numbers of files named by a number; other files are ignored."""
     names = (entry.name for entry in listed)
     numbers = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
     return sorted(int(number) for number in numbers if is_number(number, digits=digits))
@@ -158,30 +157,36 @@ def load_manifest(
     *,
     recorded: Mapping[int, frozenset[str]] | None = None,
 ) -> Manifest:
-    """A version's manifest, checked, and compared with what is `recorded` of it elsewhere."""
+    """Load the manifest of a version and compare it with its record."""
     name = manifest_key(folder, version)
     try:
         manifest = read_document(backend, name, Manifest, most=LARGEST_DOCUMENT)
     except FileNotFoundError:
-        # Looked at afterwards: what is removed on purpose loses its record first.
-        if version in heads_of(backend, folder):
+        # Read the records afterwards: a deliberate deletion removes them first.
+        if version in read_heads(backend, folder):
             raise _lost(backend, folder, version) from None
         have = ", ".join(map(str, manifest_versions(backend, folder))) or "none"
         raise MissingRowsError(
-            f"there is no version {version} of this block, only {have}",
+            f"there is no version {version} of this block",
+            code="store.no_such_version",
             path=backend.describe(folder),
-            fix="older versions are removed by `gradkeep gc`; open the block without `version=`",
+            found=f"versions {have}",
+            fix="Open the block without `version=`; `gradkeep gc` removes older versions.",
         ) from None
     _check_manifest(manifest, backend.describe(name))
     if manifest.version != version:
-        what = f"the manifest of version {manifest.version} under the name of version {version}"
-        raise DamagedError(what, path=backend.describe(name))
-    known = (heads_of(backend, folder) if recorded is None else recorded).get(version)
+        raise DamagedError(
+            f"the file holds the manifest of version {manifest.version} instead of {version}",
+            code="store.misnamed_manifest",
+            path=backend.describe(name),
+        )
+    known = (read_heads(backend, folder) if recorded is None else recorded).get(version)
     if known is not None and manifest.digest not in known:
         raise DamagedError(
-            "it is not the manifest that was published under this number",
+            "the manifest differs from the published one",
+            code="store.replaced_manifest",
             path=backend.describe(name),
-            fix="restore it from a copy of this store, or `gradkeep verify STORE --repair`",
+            fix="Restore it from a copy of this store, or run `gradkeep verify STORE --repair`.",
         )
     return manifest
 
@@ -190,34 +195,35 @@ def _check_manifest(manifest: Manifest, path: str) -> None:
     files = [entry.file for entry in manifest.segments]
     for file in files:
         if _FILE.fullmatch(file) is None:
-            raise not_ours(path, f"file: {file!a} is not a segment of this block"[:200])
+            raise malformed_document(path, f"file: {file!a} is not a segment of this block"[:200])
     if len(set(files)) < len(files):
-        raise not_ours(path, "a segment that is named twice")
+        raise malformed_document(path, "a segment that is listed twice")
     if max(manifest.rows, manifest.bytes, manifest.next_row) > LARGEST_WHOLE:
-        raise not_ours(path, "more rows or bytes than can be counted")
+        raise malformed_document(path, "more rows or bytes than can be counted")
 
 
 def _lost(backend: Backend, folder: str, version: int) -> DamagedError:
     return DamagedError(
-        f"version {version} of this block was published and is gone",
+        f"the published version {version} of this block is missing",
+        code="store.lost_version",
         path=backend.describe(manifest_key(folder, version)),
-        fix="restore it from a copy of this store; or let `gradkeep verify STORE --repair` forget "
-        "it, after which the version before it is the newest again",
+        fix="Restore it from a copy of this store, or run `gradkeep verify STORE --repair`, which "
+        "makes the previous version the newest one.",
     )
 
 
 def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
-    """The newest version's manifest; None if nothing was published yet."""
+    """Load the manifest of the newest version; return None if nothing was published."""
     while True:
-        # Records first: each was put after its manifest, so a manifest that was not lost is seen.
-        recorded = heads_of(backend, folder)
+        # Records first: each is written after its manifest, so every recorded manifest is visible.
+        recorded = read_heads(backend, folder)
         numbers = manifest_versions(backend, folder)
         newest = numbers[-1] if numbers else -1
         lost = {version for version in recorded if version > newest}
         if not lost:
             break
-        # Unless the block is just being deleted, which begins with the records.
-        if lost := lost & set(heads_of(backend, folder)):
+        # Unless the block is being deleted, which removes the records first.
+        if lost := lost & set(read_heads(backend, folder)):
             raise _lost(backend, folder, max(lost))
     return load_manifest(backend, folder, newest, recorded=recorded) if numbers else None
 
@@ -225,8 +231,8 @@ def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
 def publish_manifest(
     backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
 ) -> Manifest:
-    """Put the manifest under its number, then its record; raises `ConflictError` if another took it."""
-    # The first manifest has no `previous`, and stays what it always was, byte for byte.
+    """Write the manifest, then its record; raise `ConflictError` if the number is taken."""
+    # The first manifest has no `previous`: its bytes are the same as in early versions.
     data = to_bytes(manifest)
     backend.put_if_absent(manifest_key(folder, manifest.version), [data], durability=durability)
     xxh3 = xxhash.xxh3_128_hexdigest(data)
@@ -237,8 +243,8 @@ def publish_manifest(
 def ensure_recorded(
     backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
 ) -> None:
-    """Record a version whose writer died before it could, or was of an earlier gradkeep."""
-    if manifest.digest is not None and manifest.version not in heads_of(backend, folder):
+    """Record a version whose writer died first, or which an earlier gradkeep wrote."""
+    if manifest.digest is not None and manifest.version not in read_heads(backend, folder):
         if durability == "full":
             backend.ensure_durable([manifest_key(folder, manifest.version)])
         record_head(backend, folder, manifest.version, manifest.digest, durability=durability)
@@ -247,49 +253,53 @@ def ensure_recorded(
 def open_segment(
     backend: Backend, folder: str, entry: SegmentEntry, *, schema: Schema, verify: bool = True
 ) -> Segment:
-    """Open a segment of a manifest and check that it is the one the manifest means."""
+    """Open a segment of a manifest and check that it matches the manifest's entry."""
     key = f"{folder}/{entry.file}"
     try:
         segment = Segment(backend, key, verify=verify)
     except FileNotFoundError:
         raise MissingRowsError(
-            f"a segment with {entry.rows} rows is gone",
+            f"a segment with {entry.rows} rows is missing",
+            code="store.missing_segment",
             path=backend.describe(key),
-            fix="it was written when rows were dropped and nothing can write it again: open an older "
-            "version, or delete the block and capture it again"
+            fix="Open an older version, or delete the block and capture it again: this segment was "
+            "written when rows were dropped and cannot be recreated."
             if REWRITTEN in entry.file
-            else "if it was moved to quarantine, run the work again to recreate it; if an old "
-            "version was cleaned up meanwhile, open the block again",
+            else "If it was moved to the quarantine, run the work again to recreate it; if an old "
+            "version was removed meanwhile, open the block again.",
         ) from None
     problem = None
     if segment.schema_hash != schema.hash:
-        problem = "it belongs to another schema"
+        problem = ("store.other_schema", "the segment has another schema than its block")
     elif (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
-        problem = "it is not the segment that the manifest names"
+        problem = ("store.replaced_segment", "the segment differs from the one in the manifest")
     if problem is not None:
         segment.close()
+        code, message = problem
         raise DamagedError(
-            problem,
+            message,
+            code=code,
             path=backend.describe(key),
-            fix="`gradkeep verify STORE --repair` moves the file aside; "
-            "run the work again to recreate it",
+            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
         )
     return segment
 
 
 def schema_key(folder: str) -> str:
-    """The name of a block's schema."""
     return f"{folder}/schema.json"
 
 
 def load_schema(backend: Backend, folder: str) -> Schema:
-    """The schema of a block, checked."""
+    """Load the schema of a block; raise `StoreError` if there is no such block."""
     key = schema_key(folder)
     try:
         return read_schema(backend, key)
     except FileNotFoundError:
         raise StoreError(
-            "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"
+            "there is no such block",
+            code="store.no_such_block",
+            path=backend.describe(folder),
+            fix="List the blocks with `gradkeep info STORE`.",
         ) from None
 
 
@@ -297,7 +307,7 @@ _schemas: dict[str, Schema] = {}
 
 
 def read_schema(backend: Backend, key: str) -> Schema:
-    """Read a schema; the same bytes, which every opening of a block reads, are checked once."""
+    """Read a schema; equal bytes are parsed only once."""
     data, path = read_bytes(backend, key, most=LARGE_DOCUMENT), backend.describe(key)
     digest = xxhash.xxh3_128_hexdigest(data)
     if digest not in _schemas:
@@ -308,17 +318,17 @@ def read_schema(backend: Backend, key: str) -> Schema:
 
 
 def segment_numbers(backend: Backend, folder: str) -> list[int]:
-    """The numbers of the segments that are committed, sealed or not."""
+    """List the numbers of the committed segments, sealed or not."""
     return numbered_files(backend.list(f"{folder}/{SEGMENTS}"), SUFFIX)
 
 
 def segment_file(number: int) -> str:
-    """The key of a segment below its block's folder."""
+    """Return the key of a segment below its block's folder."""
     return f"{SEGMENTS}/{number:06d}{SUFFIX}"
 
 
 def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
-    """What is committed now as if it were a version: the newest one and the segments after it."""
+    """Return the newest version plus the segments committed after it, as an unpublished manifest."""
     before = latest_manifest(backend, folder) or no_version(schema)
     numbers = [x for x in segment_numbers(backend, folder) if x >= before.next_segment]
     fresh = [entry_of(backend, folder, number, schema=schema) for number in numbers]
@@ -327,11 +337,15 @@ def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
 
 
 def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | None) -> SegmentEntry:
-    """The manifest entry of a committed segment, from its header."""
+    """Build the manifest entry of a committed segment from its header."""
     file = segment_file(number)
     with contextlib.closing(Segment(backend, f"{folder}/{file}")) as segment:
         if schema is not None and segment.schema_hash != schema.hash:
-            raise DamagedError("this segment belongs to another schema", path=segment.path)
+            raise DamagedError(
+                "the segment has another schema than its block",
+                code="store.other_schema",
+                path=segment.path,
+            )
         return SegmentEntry(file, segment.rows, segment.size, segment.digest)
 
 
@@ -343,11 +357,10 @@ def seal(
     own: Collection[str],
     adding: bool,
 ) -> Manifest:
-    """Publish a version of everything that is committed, after checking that nothing is missing.
+    """Publish a version of all committed segments after checking that none is missing.
 
-    Sealing again is free: if nothing came since the last version, that version is returned; so it
-    is, checked, unless `adding`. `own` are segments that the caller has put with this durability
-    itself.
+    Sealing again is free: without new segments, or without `adding`, the newest version is checked and
+    returned. `own` are segments that the caller wrote with this durability itself.
     """
     schema = load_schema(backend, folder)
     while True:
@@ -359,12 +372,12 @@ def seal(
             ensure_recorded(backend, folder, newest, durability=durability)
             return newest
         if durability == "full":
-            # A version must not outlive its segments, whoever put them.
+            # A version must not outlive its segments, whichever process wrote them.
             fresh = candidate.segments[0 if newest is None else len(newest.segments) :]
             backend.ensure_durable(
                 f"{folder}/{entry.file}" for entry in fresh if entry.file not in own
             )
-        with contextlib.suppress(ConflictError):  # another took the number: look again
+        with contextlib.suppress(ConflictError):  # the number is taken: try the next
             return publish_manifest(backend, folder, candidate, durability=durability)
 
 
@@ -375,18 +388,19 @@ def _candidate(
     first, old = before.next_segment, before.segments
     fresh = [number for number in segment_numbers(backend, folder) if number >= first and adding]
     present = {f"{SEGMENTS}/{item.name}" for item in backend.list(f"{folder}/{SEGMENTS}")}
-    gone = [entry.file for entry in old if entry.file not in present]
+    missing = [entry.file for entry in old if entry.file not in present]
     holes = sorted(set(range(first, max(fresh, default=first - 1) + 1)) - set(fresh))
-    if gone or holes:
-        names = gone + [segment_file(number) for number in holes]
+    if missing or holes:
+        names = missing + [segment_file(number) for number in holes]
         raise MissingRowsError(
             f"{len(names)} segments are missing",
+            code="store.missing_segments",
             path=backend.describe(folder),
             found=", ".join(names[:5]) + (" ..." if len(names) > 5 else ""),
-            fix="open an older version, or delete the block and capture it again: what was written "
-            "when rows were dropped cannot be written again"
+            fix="Open an older version, or delete the block and capture it again: segments that were "
+            "written when rows were dropped cannot be recreated."
             if any(REWRITTEN in name for name in names)
-            else "run the work again: it recreates exactly the missing ones",
+            else "Run the work again: it recreates exactly the missing ones.",
         )
     if newest is not None and not fresh:
         return newest
@@ -402,9 +416,11 @@ def _check_rows(
     path = backend.describe(folder)
     if schema.num_rows is not None and candidate.next_row != schema.num_rows:
         raise MissingRowsError(
-            f"the block is not complete: {candidate.next_row} of {schema.num_rows} rows",
+            "the block is not complete",
+            code="store.incomplete",
             path=path,
-            fix="run the work again: it resumes after the rows that are there",
+            found=f"{candidate.next_row} of {schema.num_rows} rows",
+            fix="Run the work again: it resumes after the existing rows.",
         )
     seen = IdSet()
     for index, entry in enumerate(candidate.segments):
@@ -417,42 +433,48 @@ def _check_rows(
         if len(repeated):
             raise InvalidRowsError(
                 "ids occur in two segments",
+                code="store.id_in_two_segments",
                 path=backend.describe(f"{folder}/{entry.file}"),
                 found=f"id {int(repeated[0])}" + (" and more" if len(repeated) > 1 else ""),
-                fix="delete the block and write it again with ids that differ",
+                fix="Delete the block and write it again with unique ids.",
             )
         if short and not last and index >= fresh_from:
-            what = f"a segment in the middle has {entry.rows} of {schema.rows_per_segment} rows"
-            raise MissingRowsError(what, path=backend.describe(f"{folder}/{entry.file}"))
+            raise MissingRowsError(
+                "a segment before the last one is not full",
+                code="store.short_segment",
+                path=backend.describe(f"{folder}/{entry.file}"),
+                found=f"{entry.rows} of {schema.rows_per_segment} rows",
+            )
 
 
 def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
-    """Publish a version without these rows; touched segments are written anew, the rest shared.
+    """Publish a version without these rows; affected segments are rewritten, the others shared.
 
     The old version stays readable until `gc`.
     """
     backend, folder = block.backend, block.folder
-    unwanted = np.unique(whole_numbers(ids, path=block.path))
-    block.read(unwanted, [])  # raises for ids that are not there
+    dropped = np.unique(whole_numbers(ids, path=block.path))
+    block.read(dropped, [])  # raises for unknown ids
     newest = latest_manifest(backend, folder)
     if newest is None or newest.version != block.version:
         raise ConflictError(
             f"version {block.version} is not the newest",
+            code="store.not_newest",
             path=block.path,
-            fix="open the block again and repeat",
+            fix="Open the block again and repeat.",
         )
-    kept: list[SegmentEntry] = []
+    entries: list[SegmentEntry] = []
     for entry, start in zip(newest.segments, block.starts, strict=False):
-        stay = np.flatnonzero(~np.isin(block.ids[start : start + entry.rows], unwanted))
-        if len(stay) == entry.rows:
-            kept.append(entry)
-        elif len(stay):
-            rows = stay + start
+        remaining = np.flatnonzero(~np.isin(block.ids[start : start + entry.rows], dropped))
+        if len(remaining) == entry.rows:
+            entries.append(entry)
+        elif len(remaining):
+            rows = remaining + start
             packed = pack_batch(block.schema, block.read_rows(rows), first_row=int(rows[0]))
-            # Named by content: a second try after a crash, for other rows even, takes no wrong file,
+            # Named by content: a retry after a crash, even with other rows, cannot reuse a wrong file,
             # and a seal does not mistake it for new rows.
             file = f"{SEGMENTS}/{REWRITTEN}{packed.digest}{SUFFIX}"
             backend.put_if_absent(f"{folder}/{file}", packed.parts, durability=durability)
-            kept.append(SegmentEntry(file, len(stay), packed.size, packed.digest))
-    manifest = newest.next_version(tuple(kept))
+            entries.append(SegmentEntry(file, len(remaining), packed.size, packed.digest))
+    manifest = newest.next_version(tuple(entries))
     return publish_manifest(backend, folder, manifest, durability=durability)

@@ -1,18 +1,18 @@
-"""The segment: one immutable safetensors file that holds all arrays of one range of rows.
+"""Layout of a segment: one immutable safetensors file with all arrays of one range of rows.
 
-Layout, on top of what every safetensors reader understands:
+On top of the safetensors format:
 
-- `__metadata__` opens with `header_xxh3`, the xxh3-128 of the length word and the header with this
-  value zeroed; it holds `xxh3:<tensor>` for every tensor. So the header's digest is a digest of the
-  whole file, and the manifest needs no other.
+- `__metadata__` begins with `header_xxh3`, the xxh3-128 of the length word and the header with this
+  value zeroed; it holds `xxh3:<tensor>` for every tensor. The header's digest is therefore a digest of
+  the whole file, and the manifest needs no other.
 - a tensor of more than 4 MiB is hashed in blocks of whole rows: `blocks:<tensor>` lists the bytes of
-  a block and the xxh3-128 of each, and `xxh3:<tensor>` is the xxh3-128 of those digests. So a stream
-  verifies each block while it is in the cache, before it hands out any of its rows.
+  a block and the xxh3-128 of each, and `xxh3:<tensor>` is the xxh3-128 of those digests. A stream
+  verifies each block while it is in the cache, before yielding any of its rows.
 - tensors are ordered by item size, and the data starts at a multiple of the page (of 64 bytes in a
   small file): every tensor is aligned for its dtype and can be mapped.
 - `<array>` holds the rows; `<array>#scale` their scales; `<array>#offsets` the bounds of ragged rows;
-  `<array>#check` an xxh3-64 for every few rows, so that a gather of single rows is verified without
-  reading the rest; `<array>#frames` the bounds of zstd frames if the array is compressed.
+  `<array>#check` an xxh3-64 for every few rows, so that single rows are verified without reading the
+  rest; `<array>#frames` the bounds of zstd frames if the array is compressed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DIGEST_AT = 8 + len(OPENING)
 DIGEST_END = DIGEST_AT + 32
 _CHECK_FROM = 1 << 16  # smaller tensors are verified whole
 _FRAME_BYTES = 1 << 18
-_BLOCK_BYTES = 1 << 22  # hashed at a time: fits the cache, so that who reads next finds it there
+_BLOCK_BYTES = 1 << 22  # bytes hashed at a time; they stay in the CPU cache for the reader
 _SMALL_FILE = 1 << 20
 _CODES = {
     "bool": "BOOL",
@@ -60,7 +60,7 @@ DTYPES = {code: np.dtype(name) for name, code in _CODES.items()} | {"BF16": np.d
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """What one array contributes to a segment."""
+    """Encoded rows of one array of a segment."""
 
     encoded: Encoded
     offsets: AnyArray | None = None
@@ -69,7 +69,7 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class PackedSegment:
-    """A segment ready to be put: its bytes in parts, and its digest."""
+    """A segment ready to be written: its bytes in parts, and its digest."""
 
     parts: list[bytes | memoryview]
     size: int
@@ -83,7 +83,7 @@ def pack(
     *,
     first_row: int,
 ) -> PackedSegment:
-    """Lay out rows as a segment; the same rows give the same bytes."""
+    """Lay out rows as a segment; equal rows give equal bytes."""
     tensors: list[tuple[str, AnyArray, str]] = [("ids", ids, "I64")]
     notes: dict[str, str] = {}
     hashed: dict[str, list[bytes]] = {}
@@ -118,7 +118,7 @@ def pack(
 
 
 def pack_batch(schema: Schema, batch: Batch, *, first_row: int) -> PackedSegment:
-    """Lay out rows that were read, as they were stored, as another segment."""
+    """Lay out stored rows that were read as another segment."""
     stored = {
         column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
         for column in batch.columns
@@ -127,20 +127,20 @@ def pack_batch(schema: Schema, batch: Batch, *, first_row: int) -> PackedSegment
 
 
 def block_digests(view: memoryview, rows: int) -> list[bytes]:
-    """The digest of each block of a tensor."""
+    """Compute the digest of each block of a tensor."""
     step = _block_step(len(view), rows)
     starts = range(0, max(1, len(view)), step)
     return [xxhash.xxh3_128_digest(view[at : at + step]) for at in starts]
 
 
 def _block_step(size: int, rows: int) -> int:
-    """The bytes of a block: whole rows, about 4 MiB."""
+    """Return the bytes of a block: whole rows, about 4 MiB."""
     row_bytes = size // rows if rows else 0
     return max(1, _BLOCK_BYTES // row_bytes) * row_bytes if row_bytes else _BLOCK_BYTES
 
 
 def _digests_and_checks(view: memoryview, rows: int, group: int) -> tuple[list[bytes], AnyArray]:
-    """Block by block the digest and the checks, so that the second finds the bytes in the cache."""
+    """Compute digests and checks block by block, while each block is in the CPU cache."""
     digests: list[bytes] = []
     checks: list[int] = []
     check, step, done = xxhash.xxh3_64_intdigest, _block_step(len(view), rows), 0
@@ -158,14 +158,14 @@ def _bytes_of(values: AnyArray) -> memoryview:
 
 
 def tensor_digest(digests: list[bytes]) -> str:
-    """Of one block its own digest, of several the digest of their digests."""
+    """Return the digest of a single block, or the digest of several blocks' digests."""
     if len(digests) == 1:
         return digests[0].hex()
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
 def _seal_header(layout: dict[str, Any], *, payload: int) -> tuple[bytes, str]:
-    """The bytes of a header and their digest."""
+    """Return the bytes of a header, with its digest inserted, and the digest."""
     text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
     step = 64 if payload < _SMALL_FILE else 4096
     text += b" " * (-(8 + len(text)) % step)
@@ -212,12 +212,12 @@ def _add_array(
 COUNT = re.compile(r"\d{1,18}")
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _METADATA = b'{"__metadata__":'
-_BETWEEN = b'"},"'  # what ends the metadata and begins the first tensor; no name holds a quote
+_BETWEEN = b'"},"'  # between the metadata and the first tensor; no name contains a quote
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor lies in the file."""
+    """Dtype, shape and byte range of a tensor in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -227,12 +227,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says; every value has its type."""
+    """Parsed and validated header of a segment."""
 
     metadata: dict[str, str]
     extents: dict[str, Extent]
     end: int
-    """Where the last tensor ends, and the file with it."""
+    """End of the last tensor, which is the end of the file."""
 
 
 class _Tensor(msgspec.Struct):
@@ -242,19 +242,19 @@ class _Tensor(msgspec.Struct):
 
 
 def read_header(text: bytes, base: int) -> Header:
-    """The header from its JSON; ValueError if gradkeep did not write it. Data begins at `base`."""
+    """Parse a header; raise ValueError if gradkeep did not write it. Data begins at `base`."""
     cut = text.find(_BETWEEN)
     if cut < 0 or not text.startswith(_METADATA):
-        raise ValueError("it names no tensors")
+        raise ValueError("no tensors")
     metadata = msgspec.json.decode(text[len(_METADATA) : cut + 2], type=dict[str, str])
     for name in ("rows", "first_row"):
         if not COUNT.fullmatch(metadata.get(name, "")):
-            raise ValueError(f"it has no number {name!r}")
+            raise ValueError(f"no number {name!r}")
     if "schema" not in metadata:
-        raise ValueError("it names no schema")
+        raise ValueError("no schema")
     extents, end = _extents(b"{" + text[cut + 3 :], base)
     if extents["ids"].shape != (int(metadata["rows"]),):
-        raise ValueError("its ids do not name every row")
+        raise ValueError("the number of ids differs from the number of rows")
     return Header(metadata, extents, end)
 
 
@@ -268,9 +268,9 @@ def _extents(text: bytes, base: int) -> tuple[dict[str, Extent], int]:
             raise ValueError(f"tensor {name!r} has no dtype or shape")
         dtype = DTYPES[tensor.dtype]
         if math.prod(tensor.shape) * dtype.itemsize != stop - start:
-            raise ValueError(f"tensor {name!r} has another size than its shape says")
+            raise ValueError(f"tensor {name!r} has a size that does not match its shape")
         extents[name] = Extent(dtype, tuple(tensor.shape), base + start, base + stop)
     ids = extents.get("ids")
     if ids is None or ids.dtype != np.int64 or len(ids.shape) != 1:
-        raise ValueError("it has no ids")
+        raise ValueError("no ids")
     return extents, max(extent.stop for extent in extents.values())

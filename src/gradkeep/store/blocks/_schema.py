@@ -1,4 +1,4 @@
-"""What a block of rows holds: its arrays, their encodings, and what they were made from."""
+"""Schema of a block: its arrays, their encodings, and fingerprints of their source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradkeep.store._document import (
     Count,
     Record,
     digest,
-    not_ours,
+    malformed_document,
     parse_record,
 )
 
@@ -30,7 +30,7 @@ ArrayKind = Literal[
     "prefix", "suffix", "gradient", "projection", "embedding", "scalar", "mask", "data", "text"
 ]
 Encoding = Literal["plain", "bfloat16", "float16", "float16-scaled", "int8-scaled", "bits"]
-"""How the numbers of an array are stored; all but `plain` and `bits` round."""
+"""Storage of an array's numbers; all encodings but `plain` and `bits` round."""
 NanPolicy = Literal["refuse", "keep"]
 
 STORED_DTYPES = (
@@ -45,16 +45,30 @@ _MOST_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One named array of a block: for every row a value of the same shape.
+    """One named array of a block: a value of the same shape for every row.
 
-    A ragged array holds `[T_i, *shape]` for row i, with its own T_i. `encoding` says how values
-    are kept: `plain` is bit for bit; `bfloat16`, `float16-scaled` and `int8-scaled` (one scale per
-    row, or per token of a ragged row) halve or quarter float32; `bits` packs a bool array to one
-    bit a value. Bare `float16` is refused for gradients: at a converged model a third of them
-    would silently become zero.
+    A ragged array holds `[T_i, *shape]` for row i. Bare `float16` is refused for gradients: at a converged
+    model a third of them would become zero.
 
-    >>> Array("fc1.suffix", shape=(256,), kind="suffix", layer="fc1", encoding="bfloat16").row_bytes
-    512
+    Args:
+        name: Name of the array.
+        dtype: Dtype of the values.
+        shape: Shape of one row, or of one token of a ragged row.
+        kind: Role of the array; decides which encodings are allowed.
+        encoding: `plain` stores values bit for bit; `bfloat16`, `float16-scaled` and `int8-scaled` (one
+            scale per row, or per token of a ragged row) halve or quarter float32; `bits` packs a bool
+            array to one bit per value.
+        layer: Layer that the array belongs to, for the table of `gradkeep info`.
+        ragged: Rows have different lengths.
+        compression: `zstd`, or None.
+        nan: `refuse` raises for NaN or infinity; `keep` stores them.
+
+    Raises:
+        StoreError: The combination is not supported.
+
+    Example:
+        >>> Array("fc1.suffix", shape=(256,), kind="suffix", layer="fc1", encoding="bfloat16").row_bytes
+        512
     """
 
     name: str
@@ -63,11 +77,9 @@ class Array:
     kind: ArrayKind = "scalar"
     encoding: Encoding = "plain"
     layer: str | None = None
-    """The layer whose factor this is, for the table of `gradkeep info`."""
     ragged: bool = False
     compression: Literal["zstd"] | None = None
     nan: NanPolicy = "refuse"
-    """`refuse`: a NaN or infinity in this array is an error; `keep`: it is kept as it is."""
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -79,41 +91,49 @@ class Array:
             object.__setattr__(self, "encoding", "plain")
         problem = self._problem()
         if problem is not None:
-            raise StoreError(f"array {self.name!r}: {problem}")
+            reason, message = problem
+            raise StoreError(f"array {self.name!r}: {message}", code=f"store.array_{reason}")
 
-    def _problem(self) -> str | None:
+    def _problem(self) -> tuple[str, str] | None:
         if not self.name or self.name in _RESERVED or any(c in self.name for c in '#/\\"\0\n:'):
             return (
-                f"a name must not be empty, contain # / \\ : quotes or newlines, "
-                f"or be one of {', '.join(_RESERVED)}"
+                "name",
+                "a name must not be empty, contain # / \\ : quotes or newlines, or be one of "
+                + ", ".join(_RESERVED),
             )
         if not self.name.isascii() and not writable(self.name + (self.layer or "")):
-            return "a name must be text that can be written as UTF-8, without lone surrogates"
+            return (
+                "name",
+                "a name must be text that can be written as UTF-8, without lone surrogates",
+            )
         if self.dtype not in STORED_DTYPES:
-            return f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
+            return "dtype", f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
         if any(size < 0 for size in self.shape):
-            return f"shape {self.shape} has a negative size"
+            return "shape", f"shape {self.shape} has a negative size"
         if 8 * math.prod(max(1, size) for size in self.shape) > LARGEST_WHOLE:
-            return f"shape {self.shape} is larger than any file"
+            return "shape", f"shape {self.shape} is too large for a file"
         if self.encoding == "bits" and (self.dtype != "bool" or not self.shape or self.ragged):
-            return "'bits' packs bool arrays of fixed shape with at least one dimension"
+            return "bits", "'bits' packs bool arrays of fixed shape with at least one dimension"
         if self.encoding not in ("plain", "bits") and self.dtype != "float32":
-            return f"encoding {self.encoding!r} is for float32, not {self.dtype}"
+            return "encoding", f"encoding {self.encoding!r} is for float32, not {self.dtype}"
         if self.scaled and self.nan == "keep":
-            return f"{self.encoding!r} scales a row by its largest value: it cannot keep NaN"
+            return (
+                "nan",
+                f"{self.encoding!r} scales a row by its largest value and cannot store NaN",
+            )
         if self.is_text and (self.dtype != "uint8" or self.shape or not self.ragged):
-            return "a text is kept as the bytes of its UTF-8: a ragged array of uint8"
+            return "text", "kind 'text' needs a ragged array of uint8 with shape ()"
         half = self.encoding == "float16" or self.dtype == "float16"
         if half and self.kind in _GRADIENTS:
             return (
-                "bare float16 loses small gradients (a third of them become zero at a converged "
-                "model); use 'bfloat16', 'float16-scaled' or 'int8-scaled'"
+                "float16",
+                "bare float16 loses small gradients; use bfloat16, float16-scaled or int8-scaled",
             )
         return None
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """The dtype of the bytes on disk; bfloat16 travels as uint16."""
+        """Dtype of the bytes on disk; bfloat16 is stored as uint16."""
         by_encoding = {
             "bfloat16": "uint16",
             "float16": "float16",
@@ -125,23 +145,23 @@ class Array:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of one row (one token of a ragged row) on disk."""
+        """Shape of one row (one token of a ragged row) on disk."""
         return (math.ceil(math.prod(self.shape) / 8),) if self.encoding == "bits" else self.shape
 
     def as_plain(self) -> Array:
-        """The same values stored bit for bit, NaN allowed: the array after decoding."""
+        """Return the array as it is after decoding: stored bit for bit, NaN allowed."""
         return dataclasses.replace(
             self, encoding="plain", compression=None, nan="keep", kind="data"
         )
 
     @property
     def is_text(self) -> bool:
-        """Whether each row is a text, as the bytes of its UTF-8."""
+        """True if each row is a text, stored as UTF-8 bytes."""
         return self.kind == "text"
 
     @property
     def scaled(self) -> bool:
-        """Whether each row carries a scale."""
+        """True if each row has a scale."""
         return self.encoding in ("float16-scaled", "int8-scaled")
 
     @property
@@ -153,10 +173,13 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of the model that was captured: what its dense gradient would have cost.
+    """A captured layer of the model.
 
-    `form` says how its arrays make up the gradient, in plain JSON values; the store keeps and
-    compares it but does not read it.
+    Args:
+        name: Name of the layer.
+        type: Class of the layer.
+        parameters: Number of parameters, which is the size of the dense gradient.
+        form: How the arrays make up the gradient, as JSON values; the store only compares it.
     """
 
     name: str
@@ -167,12 +190,23 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """All that must agree for two row ranges to belong together.
+    """Everything that must agree for two row ranges to belong to the same block.
 
-    `num_rows` is the number of rows the block will have when it is complete, or None while that
-    is unknown (it is then what was written when the block is sealed). `num_examples` bounds the
-    ids. `fingerprints` name what the rows were made from (weights, data, seed, code); they are
-    compared like everything else, so a changed checkpoint is refused instead of mixed in.
+    Args:
+        arrays: Arrays of the block.
+        num_rows: Rows of the complete block, or None if unknown until it is sealed.
+        num_examples: Upper bound of the ids.
+        rows_per_segment: Rows per file; 0 chooses a power of two near 128 MiB.
+        layers: Captured layers.
+        fingerprints: What the rows were computed from (weights, data, seed, code). They are compared like
+            everything else, so rows of another checkpoint are refused.
+
+    Raises:
+        StoreError: Array names repeat, or a size is not a count.
+
+    Example:
+        >>> Schema((Array("loss"),), num_rows=1000).rows_per_segment
+        512
     """
 
     arrays: tuple[Array, ...]
@@ -193,19 +227,21 @@ class Schema:
         names = [array.name for array in self.arrays]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise StoreError(f"array names must differ, but these repeat: {', '.join(repeated)}")
+            raise StoreError(
+                "array names must be unique", code="store.repeated_array", found=", ".join(repeated)
+            )
         for name in ("num_rows", "num_examples", "rows_per_segment"):
             value = getattr(self, name)
             if value is not None and not _is_count(value):
                 raise StoreError(
-                    f"{name} must be a whole number of at least 0 and below 2**63, "
-                    f"not {repr(value)[:60]}"
+                    f"{name} must be an integer from 0 to 2**63 - 1, got {repr(value)[:60]}",
+                    code="argument.invalid",
                 )
         if self.rows_per_segment == 0:
             object.__setattr__(self, "rows_per_segment", self._suitable_rows_per_segment())
 
     def _suitable_rows_per_segment(self) -> int:
-        """The largest power of two that keeps a segment near 128 MiB and holds no idle rows."""
+        """Return the largest power of two that gives segments of at most 128 MiB and `num_rows` rows."""
         rows = 1
         most = _MOST_ROWS if self.num_rows is None else min(_MOST_ROWS, max(1, self.num_rows))
         while rows < most and 2 * rows * self.row_bytes <= _SEGMENT_BYTES:
@@ -224,8 +260,8 @@ class Schema:
 
     @property
     def hash(self) -> str:
-        """A fingerprint of the whole schema; every segment carries it."""
-        # Kept once computed: it is compared for every segment that is opened.
+        """Fingerprint of the whole schema; every segment contains it."""
+        # Cached: it is compared for every opened segment.
         known = self._hash
         if known is None:
             known = digest(self.to_fields())
@@ -233,20 +269,28 @@ class Schema:
         return known
 
     def array(self, name: str) -> Array:
-        """The array of that name; the nearest names are offered if there is none."""
+        """Return the array of that name.
+
+        Args:
+            name: Name of the array.
+
+        Raises:
+            StoreError: There is no such array; the message offers similar names.
+        """
         for array in self.arrays:
             if array.name == name:
                 return array
         names = [array.name for array in self.arrays]
         near = difflib.get_close_matches(name, names, n=3)
         raise StoreError(
-            f"no array {name!r} in this block",
+            f"there is no array {name!r} in this block",
+            code="store.no_such_array",
             found=", ".join(names),
-            fix=f"did you mean {' or '.join(near)}?" if near else None,
+            fix=f"Did you mean {' or '.join(near)}?" if near else None,
         )
 
     def to_fields(self) -> dict[str, Any]:
-        """The schema as JSON fields."""
+        """Return the schema as JSON fields."""
         return {
             "arrays": [_fields_of(array) for array in self.arrays],
             "num_rows": self.num_rows,
@@ -258,12 +302,25 @@ class Schema:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, path: str = "a schema") -> Schema:
-        """The schema from its JSON fields; raises `DamagedError` if they are not those of one."""
+        """Build a schema from its JSON fields.
+
+        Args:
+            fields: The fields.
+            path: Path of the document, for messages.
+
+        Returns:
+            The schema.
+
+        Raises:
+            DamagedError: The fields are not those of a schema.
+        """
         record = parse_record(_SchemaRecord, fields, path=path)
         layers = tuple(parse_record(Layer, layer, path=path) for layer in record.layers)
         for layer in layers:
             if not _is_count(layer.parameters):
-                raise not_ours(path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters")
+                raise malformed_document(
+                    path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters"
+                )
         try:
             return cls(
                 arrays=tuple(parse_record(Array, array, path=path) for array in record.arrays),
@@ -276,42 +333,56 @@ class Schema:
         except DamagedError:
             raise
         except StoreError as error:
-            raise not_ours(path, error.message[:200]) from None
+            raise malformed_document(path, error.message[:200]) from None
 
-    def diff(self, wanted: Schema) -> list[str]:
-        """One line for every difference between this, the stored schema, and the wanted one.
+    def diff(self, requested: Schema) -> list[str]:
+        """List the differences between this, the stored schema, and a requested one.
 
-        >>> old = Schema((Array("loss"),), fingerprints={"weights": "1a"})
-        >>> old.diff(Schema((Array("loss", "float64"),), fingerprints={"weights": "2b"}))
-        ["array loss: dtype: stored 'float32', asked for 'float64'", "fingerprint weights: \
-stored '1a', asked for '2b'"]
+        Args:
+            requested: The other schema.
+
+        Returns:
+            One line for each difference.
+
+        Example:
+            >>> old = Schema((Array("loss"),), fingerprints={"weights": "1a"})
+            >>> old.diff(Schema((Array("loss", "float64"),), fingerprints={"weights": "2b"}))
+            ["array loss: dtype: stored 'float32', requested 'float64'", "fingerprint weights: stored '1a', requested '2b'"]
         """
-        lines = _diff_named("array", self.arrays, wanted.arrays)
-        lines += _diff_named("layer", self.layers, wanted.layers)
+        lines = _diff_named("array", self.arrays, requested.arrays)
+        lines += _diff_named("layer", self.layers, requested.layers)
         for name in ("num_rows", "num_examples", "rows_per_segment"):
-            lines += _diff_value(name, getattr(self, name), getattr(wanted, name))
-        for name in sorted({*self.fingerprints, *wanted.fingerprints}):
+            lines += _diff_value(name, getattr(self, name), getattr(requested, name))
+        for name in sorted({*self.fingerprints, *requested.fingerprints}):
             lines += _diff_value(
                 f"fingerprint {name}",
                 self.fingerprints.get(name, _ABSENT),
-                wanted.fingerprints.get(name, _ABSENT),
+                requested.fingerprints.get(name, _ABSENT),
             )
         for what in ("arrays", "layers"):
             names = [item.name for item in getattr(self, what)]
-            wanted_names = [item.name for item in getattr(wanted, what)]
+            requested_names = [item.name for item in getattr(requested, what)]
             if not lines:
-                lines += _diff_value(f"order of {what}", names, wanted_names)
+                lines += _diff_value(f"order of {what}", names, requested_names)
         return lines
 
-    def require_same(self, wanted: Schema, *, path: str) -> None:
-        """Raise `SchemaMismatchError` with the diff unless the wanted schema is this one."""
-        lines = self.diff(wanted)
+    def require_same(self, requested: Schema, *, path: str) -> None:
+        """Raise unless another schema equals this one.
+
+        Args:
+            requested: The other schema.
+            path: Path of this schema, for messages.
+
+        Raises:
+            SchemaMismatchError: They differ; `found` lists the differences.
+        """
+        lines = self.diff(requested)
         if lines:
             raise SchemaMismatchError(
-                "the stored rows were made from something else; nothing was written",
+                "the stored rows have another schema",
                 path=path,
                 found="".join(f"\n    {line}" for line in lines),
-                fix="choose another checkpoint, split or capture name, or delete this one first",
+                fix="Use another checkpoint, split or capture name, or delete this block first.",
             )
 
 
@@ -332,7 +403,7 @@ def _fields_of(record: Array | Layer) -> dict[str, Any]:
     # Not `asdict`: its deep copies took longer than all else in putting a small row.
     fields = {part.name: getattr(record, part.name) for part in dataclasses.fields(record)}
     if "form" in fields and not fields["form"]:
-        del fields["form"]  # layers of the first stores had none: their hash must stay
+        del fields["form"]  # early stores have no form: their hash must not change
     return fields
 
 
@@ -344,24 +415,32 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def _diff_value(name: str, stored: object, wanted: object) -> list[str]:
+def _diff_value(name: str, stored: object, requested: object) -> list[str]:
     # 1 and 1.0 and True are equal to Python but not in the schema's hash, which segments carry.
-    same = stored == wanted and json.dumps(stored) == json.dumps(wanted)
-    return [] if same else [f"{name}: stored {stored!r}, asked for {wanted!r}"]
+    same = stored == requested and json.dumps(stored) == json.dumps(requested)
+    return [] if same else [f"{name}: stored {stored!r}, requested {requested!r}"]
 
 
 def _diff_named(
-    what: str, stored: Iterable[Array | Layer], wanted: Iterable[Array | Layer]
+    what: str, stored: Iterable[Array | Layer], requested: Iterable[Array | Layer]
 ) -> list[str]:
-    have, want = {x.name: x for x in stored}, {x.name: x for x in wanted}
-    lines = [f"{what} {name}: stored, but not asked for" for name in have if name not in want]
-    lines += [f"{what} {name}: asked for, but not stored" for name in want if name not in have]
-    for name in have:
-        if name in want:
-            for part in dataclasses.fields(have[name]):
+    stored_items, requested_items = {x.name: x for x in stored}, {x.name: x for x in requested}
+    lines = [
+        f"{what} {name}: stored, but not requested"
+        for name in stored_items
+        if name not in requested_items
+    ]
+    lines += [
+        f"{what} {name}: requested, but not stored"
+        for name in requested_items
+        if name not in stored_items
+    ]
+    for name in stored_items:
+        if name in requested_items:
+            for part in dataclasses.fields(stored_items[name]):
                 lines += _diff_value(
                     f"{what} {name}: {part.name}",
-                    getattr(have[name], part.name),
-                    getattr(want[name], part.name),
+                    getattr(stored_items[name], part.name),
+                    getattr(requested_items[name], part.name),
                 )
     return lines

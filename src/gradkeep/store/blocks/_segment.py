@@ -1,7 +1,7 @@
-"""Reading one segment: what is handed out was verified first, once per process.
+"""Read one segment; all bytes are verified before use, once per process.
 
-Single rows are read by position and checked group by group: cold rows read through a map cost fifty
-times more than `preadv`, as each fault reads far ahead.
+Single rows are read by position and checked group by group: reading cold rows through a map costs fifty
+times more than `preadv`, because each page fault reads far ahead.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ Pick = tuple[int, int, int]
 
 
 _verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
-"""The blocks of tensors that this process has already verified, by the identity of the file."""
+"""Verified blocks of tensors of this process, by the identity of the file."""
 
-_ALL = -1  # the block number that stands for all blocks of a tensor
+_ALL = -1  # block number that means all blocks of a tensor
 
 
 class Segment:
-    """A segment opened for reading; whatever is read is verified first, once per process."""
+    """A segment opened for reading; all bytes are verified before use, once per process."""
 
     def __init__(
         self, backend: Backend, key: str, *, verify: bool = True, remember: bool = True
     ) -> None:
-        """Open it; `remember` what of it was verified, for as long as the process lives."""
+        """Open a segment; with `remember`, verified blocks are not verified again in this process."""
         self.key = key
         self.path = backend.describe(key)
         self._file: Readable = backend.open(key)
@@ -73,43 +73,43 @@ class Segment:
     def _open_header(self) -> None:
         head = self._file.read(0, min(16384, self._file.size))
         if len(head) == self._file.size:
-            # A file that was read as a whole, as a single row mostly is, need not be mapped too.
+            # The file was read as a whole, as most single rows are: no need to map it.
             self._map = memoryview(bytearray(head))
         length = int.from_bytes(head[:8], "little")
         if len(head) < DIGEST_END or length > self._file.size - 8:
-            raise self._damage("the header", "is cut off or not a segment's")
+            raise self._damage("the header", "is truncated or not that of a segment")
         if len(head) < 8 + length:
             head += self._file.read(len(head), 8 + length - len(head))
         head = head[: 8 + length]
         self.digest = head[DIGEST_AT:DIGEST_END].decode("ascii", "replace")
         zeroed = head[:DIGEST_AT] + b"0" * 32 + head[DIGEST_END:]
         if head[8:DIGEST_AT] != OPENING or xxhash.xxh3_128_hexdigest(zeroed) != self.digest:
-            raise self._damage("the header", "does not fit its checksum")
+            raise self._damage("the header", "does not match its checksum")
         try:
             header = read_header(head[8:], 8 + length)
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            what = f"is not one that gradkeep wrote: {str(error)[:200]}"
+            what = f"was not written by gradkeep: {str(error)[:200]}"
             raise self._damage("the header", what) from None
         self.metadata, self.extents, end = header.metadata, header.extents, header.end
         if end != self._file.size:
-            what = "is cut off" if end > self._file.size else "has bytes at its end"
+            what = "is truncated" if end > self._file.size else "has extra bytes at its end"
             raise self._damage("the file", f"{what}: {self._file.size} bytes instead of {end}")
 
     def _extent(self, name: str) -> Extent:
         extent = self.extents.get(name)
         if extent is None:
-            raise self._damage(f"tensor {name!r}", "is not there")
+            raise self._damage(f"tensor {name!r}", "is missing")
         return extent
 
-    def _note(self, name: str) -> int:
-        """A positive number in the metadata."""
+    def _count(self, name: str) -> int:
+        """Return a positive number from the metadata."""
         value = self.metadata.get(name, "")
         if not COUNT.fullmatch(value) or int(value) < 1:
             raise self._damage("the header", f"has no number {name!r}")
         return int(value)
 
     def require_form(self, array: Array) -> None:
-        """Raise `DamagedError` unless the tensors of an array have the form that the schema says."""
+        """Raise `DamagedError` unless the tensors of an array match the schema."""
         if array.name in self._fitting:
             return
         name, rows = array.name, self.rows
@@ -123,7 +123,7 @@ class Segment:
             self._check_form(f"{name}#scale", np.float32, (rows,))
         extent = self._extent(name)
         if array.compression is not None:
-            frames = -(-rows // self._note(f"frame_rows:{name}"))
+            frames = -(-rows // self._count(f"frame_rows:{name}"))
             self._check_form(f"{name}#frames", np.int64, (frames + 1,))
             self._check_form(f"{name}#check", np.uint64, (frames,))
             bounds = self.small(f"{name}#frames")
@@ -133,28 +133,28 @@ class Segment:
         else:
             self._check_form(name, array.stored_dtype, (rows, *array.stored_shape))
             if f"check_rows:{name}" in self.metadata:
-                groups = -(-rows // self._note(f"check_rows:{name}"))
+                groups = -(-rows // self._count(f"check_rows:{name}"))
                 self._check_form(f"{name}#check", np.uint64, (groups,))
         self._fitting.add(name)
 
     def _check_form(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         extent = self._extent(name)
         if (extent.dtype, extent.shape) != (dtype, shape):
-            raise self._damage(f"tensor {name!r}", "has another form than the schema says")
+            raise self._damage(f"tensor {name!r}", "does not match the schema")
 
     @property
     def rows(self) -> int:
-        """How many rows the segment holds."""
+        """Number of rows."""
         return int(self.metadata["rows"])
 
     @property
     def first_row(self) -> int:
-        """The position of its first row when it was written."""
+        """Position of its first row when it was written."""
         return int(self.metadata["first_row"])
 
     @property
     def schema_hash(self) -> str:
-        """The schema it was written for."""
+        """Hash of the schema it was written for."""
         return self.metadata["schema"]
 
     @property
@@ -163,16 +163,16 @@ class Segment:
         return self._file.size
 
     def read_ahead(self, names: Sequence[str]) -> None:
-        """Map the file and have the tensors of these names read in now."""
+        """Map the file and prefetch these tensors."""
         if self._map is not None:
             return
         extents = (self._extent(name) for name in names)
         self._map = self._file.map([(extent.start, extent.stop) for extent in extents])
 
     def view(self, name: str, start: int = 0, stop: int | None = None) -> AnyArray:
-        """Rows `[start, stop)` of a tensor as stored, mapped and verified, without a copy.
+        """Return rows `[start, stop)` of a tensor as stored, mapped and verified, without a copy.
 
-        The memory is private to the process: torch may take it, and writes never reach the file.
+        The memory is private to the process: torch accepts it, and writes never reach the file.
         """
         if self._map is None:
             self._map = self._file.map()
@@ -187,7 +187,7 @@ class Segment:
         return values.reshape(stop - start, *extent.shape[1:])
 
     def small(self, name: str) -> AnyArray:
-        """A small tensor read into memory and kept: ids, offsets, scales, checks."""
+        """Read a small tensor (ids, offsets, scales, checks) into memory and cache it."""
         if name not in self._small:
             extent = self._extent(name)
             data: bytes | memoryview
@@ -201,7 +201,7 @@ class Segment:
         return self._small[name]
 
     def stored_bytes(self, name: str) -> memoryview:
-        """The bytes of a tensor as stored, verified; of a small file without a copy."""
+        """Return the verified bytes of a tensor as stored."""
         extent = self._extent(name)
         if self._map is None:
             return flat(self.small(name).reshape(-1).view(np.uint8))
@@ -214,7 +214,7 @@ class Segment:
         """Verify the blocks of a tensor that hold its bytes `[low, high)`."""
         if f"blocks:{name}" not in self.metadata:
             if xxhash.xxh3_128_hexdigest(data) != self.metadata.get(f"xxh3:{name}"):
-                raise self._damage(f"tensor {name!r}", "does not fit its checksum")
+                raise self._damage(f"tensor {name!r}", "does not match its checksum")
             self._known.add((name, _ALL))
             return
         step, digests = self._blocks(name, len(data))
@@ -224,13 +224,13 @@ class Segment:
                 continue
             block = data[index * step : (index + 1) * step]
             if xxhash.xxh3_128_hexdigest(block) != digests[index]:
-                raise self._damage(f"tensor {name!r}", "does not fit its checksum")
+                raise self._damage(f"tensor {name!r}", "does not match its checksum")
             self._known.add((name, index))
         if low == 0 and high == len(data):
             self._known.add((name, _ALL))
 
     def _blocks(self, name: str, size: int) -> tuple[int, list[str]]:
-        """The bytes of a block of the tensor, and the digest of each."""
+        """Return the block size of a tensor in bytes, and the digest of each block."""
         if name not in self._digests:
             step, _, joined = self.metadata[f"blocks:{name}"].partition(":")
             digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
@@ -240,7 +240,7 @@ class Segment:
         return self._digests[name]
 
     def values(self, array: Array, start: int, stop: int) -> AnyArray:
-        """Stored rows `[start, stop)` of an array: mapped, or decompressed."""
+        """Return stored rows `[start, stop)` of an array: mapped, or decompressed."""
         if array.compression is None:
             return self.view(array.name, start, stop)
         out = np.empty((stop - start, *array.stored_shape), array.stored_dtype)
@@ -248,7 +248,7 @@ class Segment:
         return out
 
     def column(self, array: Array, start: int = 0, stop: int | None = None) -> Column:
-        """The rows `[start, stop)` of an array, as stored."""
+        """Return rows `[start, stop)` of an array as stored."""
         self.require_form(array)
         stop = self.rows if stop is None else stop
         offsets = None
@@ -282,13 +282,13 @@ class Segment:
                 for start, stop, at in picks:
                     out[at : at + stop - start] = values[start:stop]
         except EOFError:
-            raise self._damage(f"tensor {name!r}", "is cut off") from None
+            raise self._damage(f"tensor {name!r}", "is truncated") from None
 
     def _gather_checked(
         self, name: str, size: int, picks: Sequence[Pick], target: memoryview
     ) -> None:
-        """Read whole groups of rows that share a check, check them, and keep the picked rows."""
-        group, extent = self._note(f"check_rows:{name}"), self.extents[name]
+        """Read and verify whole groups of rows that share a checksum, and copy the picked rows."""
+        group, extent = self._count(f"check_rows:{name}"), self.extents[name]
         if name not in self._checks:
             # A list: comparing plain integers is several times faster than numpy's.
             self._checks[name] = self.small(f"{name}#check").tolist()
@@ -297,7 +297,7 @@ class Segment:
         def read(index: int, buffer: memoryview) -> None:
             self._file.read_into(buffer, extent.start + index * group * size)
             if xxhash.xxh3_64_intdigest(buffer) != checks[index]:
-                what = f"does not fit its check for the rows from {index * group}"
+                what = f"does not match its checksum of the rows from {index * group}"
                 raise self._damage(f"tensor {name!r}", what)
 
         opened, piece = -1, target[:0]
@@ -320,8 +320,8 @@ class Segment:
                 row = until
 
     def _gather_frames(self, array: Array, picks: Sequence[Pick], out: AnyArray) -> None:
-        """Unpack the frames that hold the picked rows, each run of neighbours once."""
-        name, rows = array.name, self._note(f"frame_rows:{array.name}")
+        """Decompress the frames that hold the picked rows, each run of neighbors once."""
+        name, rows = array.name, self._count(f"frame_rows:{array.name}")
         base, bounds = self.extents[name].start, self.small(f"{name}#frames").tolist()
         checks = self.small(f"{name}#check").tolist()
         total = int(self.small(f"{name}#offsets")[-1]) if array.ragged else self.rows
@@ -333,14 +333,14 @@ class Segment:
                 if index != opened:
                     frame = self._file.read(base + bounds[index], bounds[index + 1] - bounds[index])
                     if self._verify and xxhash.xxh3_64_intdigest(frame) != checks[index]:
-                        what = f"does not fit its check for frame {index}"
+                        what = f"does not match its checksum of frame {index}"
                         raise self._damage(f"tensor {name!r}", what)
                     shape = (min(rows, total - index * rows), *out.shape[1:])
                     content, opened = np.empty(shape, out.dtype), index
                     try:
                         decompress(frame, content)
-                    except ValueError:  # more or fewer bytes than the rows have, or no frame at all
-                        what = f"cannot be unpacked at frame {index}"
+                    except ValueError:  # wrong number of bytes, or not a frame
+                        what = f"cannot be decompressed at frame {index}"
                         raise self._damage(f"tensor {name!r}", what) from None
                 until = min(stop, (index + 1) * rows)
                 out[at : at + until - row] = content[within : within + until - row]
@@ -348,19 +348,19 @@ class Segment:
                 row = until
 
     def check_everything(self) -> list[DamagedError]:
-        """Every tensor that is not as it was written."""
-        found = []
+        """Verify every tensor; return an error for each damaged one."""
+        errors = []
         mapped = self._file.map()
         for name, extent in self.extents.items():
             part = mapped[extent.start : extent.stop]
             if tensor_digest(block_digests(part, extent.shape[0])) != self.metadata.get(
                 f"xxh3:{name}"
             ):
-                found.append(self._damage(f"tensor {name!r}", "does not fit its checksum"))
-        return found
+                errors.append(self._damage(f"tensor {name!r}", "does not match its checksum"))
+        return errors
 
     def close(self) -> None:
-        """Let go of the file; arrays that were handed out stay valid."""
+        """Close the file; returned arrays stay valid."""
         self._file.close()
         self._map = None
 
@@ -368,6 +368,5 @@ class Segment:
         return DamagedError(
             f"{part} {what}",
             path=self.path,
-            fix="`gradkeep verify STORE --repair` moves the file aside; "
-            "run the work again to recreate it",
+            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
         )

@@ -1,7 +1,7 @@
-"""Writing a block: rows in, whole segments out, in the background, resumable.
+"""Write the rows of a block as segments, in the background and resumable.
 
-There is no progress file: a segment that exists is done. A second run passes over those, compares
-their ids with the ones it is given, and writes only the rest.
+There is no progress file: a segment that exists is done. A second run skips existing segments after
+comparing their ids with its own, and writes only the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradkeep.errors import ConflictError, InvalidRowsError, MissingRowsError, S
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import IdSet, as_ids
-from gradkeep.store.blocks._incoming import SegmentBuffer, checked_rows, stored_arrays
+from gradkeep.store.blocks._incoming import SegmentBuffer, stored_arrays, validate_rows
 from gradkeep.store.blocks._manifest import (
     latest_manifest,
     load_schema,
@@ -44,24 +44,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriterShare:
-    """Which segments this writer makes: those with `number % of == rank`, or these alone."""
+    """Segments of one of several writers: those with `number % of == rank`, or a range of numbers.
+
+    Attributes:
+        rank: Index of this writer.
+        of: Number of writers.
+        segments: Write only these segments; such a writer does not seal and need not see earlier rows.
+    """
 
     rank: int = 0
     of: int = 1
     segments: range | None = None
-    """Whoever makes these does not seal, and need not have seen the rows before them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.of:
-            raise StoreError("a share needs 0 <= rank < of", found=f"{self.rank} of {self.of}")
+            raise StoreError(
+                "a share needs 0 <= rank < of",
+                code="store.invalid_share",
+                found=f"rank {self.rank} of {self.of}",
+            )
 
 
 class Writer:
-    """Appends rows to a block; a context manager that seals the block when all went well.
+    """Append rows to a block; a context manager that seals the block if no exception occurs.
 
-    Rows are given in the same order in every run. `append` returns when the rows are taken over;
-    they are acknowledged when `flush`, `seal` or the end of the `with` block returns. Memory: two
-    segments.
+    Every run must append the rows in the same order. `append` returns when the rows are buffered; they
+    are acknowledged when `flush`, `seal` or the end of the `with` block returns. Memory: two segments.
     """
 
     def __init__(
@@ -84,14 +92,14 @@ class Writer:
         newest = latest_manifest(backend, folder)
         written = () if newest is None else newest.written
         self._starts = list(itertools.accumulate(written, initial=0))
-        """Where each numbered segment begins that a version knows; then come full ones."""
+        """First row of each segment that a version lists; later segments are full."""
         self._first_row = self._first_number = 0
         self._sealed_rows: int | None = None
         self._sealed: dict[str, str] = {}
         self._present = set(segment_numbers(backend, folder))
         self._done = set(self._present)
         if self._present and durability == "full":
-            # One is enough: what they may lack is their names in the folder.
+            # One is enough: only their names in the folder may not be durable yet.
             backend.ensure_durable([f"{folder}/{segment_file(max(self._present))}"])
         self._own: set[str] = set()
         self._seen = IdSet()
@@ -100,8 +108,8 @@ class Writer:
             self._seen.add(Block(backend, folder).ids)
         elif newest is not None:
             self._sealed_rows = newest.next_row
-            # What the version does not list was left out of it on purpose: only what it lists
-            # and is gone (moved to quarantine) has to be made again.
+            # Segments that the version does not list were dropped on purpose; only listed segments
+            # that are missing (moved to quarantine) are written again.
             self._sealed = {entry.file: entry.xxh3 for entry in newest.segments}
             self._done |= {
                 number
@@ -118,41 +126,44 @@ class Writer:
 
     @property
     def position(self) -> int:
-        """The row that the next `append` begins with."""
+        """Row with which the next `append` begins."""
         return self._position
 
     def needs(self, count: int) -> bool:
-        """Whether any of the next `count` rows has to be written by this writer."""
+        """Return True if this writer has to write any of the next `count` rows."""
         if count <= 0:
             return False
         numbers = range(self._number(self._position), self._number(self._position + count - 1) + 1)
-        return any(number not in self._done and self._mine(number) for number in numbers)
+        return any(number not in self._done and self._is_own(number) for number in numbers)
 
     def begin_at(self, row: int) -> None:
-        """Go on with this row, without the rows before it: for who makes some `segments` alone."""
+        """Continue with this row, without the rows before it; only for a share of some segments."""
         if self._share.segments is None or self._filling is not None or row < self._position:
             raise StoreError(
-                "only a share of some segments begins anywhere", path=self.path, found=f"row {row}"
+                "only a share with `segments` can skip to a row",
+                code="store.invalid_share",
+                path=self.path,
+                found=f"row {row}",
             )
         self._position = row
 
     def skip(self, ids: Any) -> None:
-        """Pass over rows that `needs` said are not needed; their ids are compared all the same."""
+        """Skip rows for which `needs` returned False; their ids are still compared."""
         self._take(as_ids(ids, num_examples=self.schema.num_examples, path=self.path), None)
 
     def append(self, ids: Any, arrays: Mapping[str, Any]) -> None:
-        """Add rows: ids `[B]` and every array of the schema `[B, *shape]` (ragged: a list)."""
+        """Append rows: ids `[B]` and every array of the schema `[B, *shape]` (ragged: a list)."""
         self._check_alive()
         numbers = as_ids(ids, num_examples=self.schema.num_examples, path=self.path)
-        self._take(numbers, checked_rows(self.schema, numbers, arrays, path=self.path))
+        self._take(numbers, validate_rows(self.schema, numbers, arrays, path=self.path))
 
     def flush(self) -> None:
-        """Wait until every full segment is acknowledged; raises what a background write raised."""
+        """Wait until every full segment is acknowledged; raise the error of a background write."""
         self._check_alive()
         self._await_background()
 
     def seal(self) -> Manifest:
-        """Write the last rows, check that nothing is missing, publish a version, and close."""
+        """Write the last rows, check that none is missing, publish a version, and close."""
         self._check_alive()
         self._check_complete()
         if self._filling is not None:
@@ -163,7 +174,7 @@ class Writer:
             self.folder,
             durability=self._durability,
             own=self._own,
-            # A run that repeats a sealed block must not publish rows that another is adding.
+            # A repeated run of a sealed block must not publish rows that another writer is adding.
             adding=self._sealed_rows is None,
         )
         if self._on_seal is not None:
@@ -172,7 +183,7 @@ class Writer:
         return manifest
 
     def close(self) -> None:
-        """Stop without sealing: full segments stay, a later run resumes after them."""
+        """Stop without sealing: full segments stay, and a later run resumes after them."""
         if self._closed:
             return
         try:
@@ -184,9 +195,10 @@ class Writer:
             raise self._failure
         if self._filling is not None:
             raise MissingRowsError(
-                f"{self._filling.count} rows were given but not kept: the block was not sealed",
+                f"{self._filling.count} rows were appended but not saved: the block is not sealed",
+                code="store.unsaved_rows",
                 path=self.path,
-                fix="call seal() when all rows are in, or use the writer as a context manager",
+                fix="Call seal() after the last row, or use the writer as a context manager.",
             )
 
     def __enter__(self) -> Self:
@@ -205,14 +217,14 @@ class Writer:
                 if self._share.segments is not None:
                     self._check_share_complete()
                     self._finish_share()
-                elif self._others_work_to_do():
+                elif self._others_are_unfinished():
                     self._finish_share()
                 else:
                     self.seal()
             finally:
                 self._shut()
             return
-        # The error that ended the block is the one to show; what is committed stays.
+        # Raise the error that ended the block; committed segments stay.
         self._filling = None
         if self._under_way is not None and self._failure is None:
             self._under_way.exception()
@@ -223,12 +235,16 @@ class Writer:
         self._check_room(len(ids))
         repeated = self._seen.among(ids)
         if len(repeated):
-            raise InvalidRowsError(f"id {int(repeated[0])} was given before", path=self.path)
+            raise InvalidRowsError(
+                f"id {int(repeated[0])} was appended before",
+                code="store.repeated_id",
+                path=self.path,
+            )
         self._seen.add(ids)
         try:
             self._place(ids, arrays)
         except BaseException as error:
-            # Some of the rows may be in and some not: only a new writer can tell.
+            # The rows may be partly written: only a new writer can continue.
             self._failure = error
             raise
 
@@ -240,12 +256,13 @@ class Writer:
             chunk = slice(at, at + count)
             if number in self._done:
                 self._compare(number, ids[chunk])
-            elif self._mine(number):
+            elif self._is_own(number):
                 if arrays is None:
                     raise MissingRowsError(
                         f"row {self._position} was skipped but is not in the store yet",
+                        code="store.skipped_row",
                         path=self.path,
-                        fix="skip only while needs() is False",
+                        fix="Skip rows only while needs() returns False.",
                     )
                 if self._filling is None and count == self._rows_of(number):
                     self._write_whole(number, ids[chunk], arrays, chunk)
@@ -274,14 +291,14 @@ class Writer:
         arrays: Mapping[str, AnyArray | Ragged],
         chunk: slice,
     ) -> None:
-        """Write a segment that came in one piece from where it lies, without a copy."""
+        """Write a segment that was passed in one piece, without a copy."""
         self._await_background()
         stored = stored_arrays(self.schema, arrays, chunk)
         self._put(number, pack(self.schema, ids, stored, first_row=self._position))
         self._done.add(number)
 
     def _hand_over(self) -> None:
-        """Give the full buffer to the background; waits for the one before it."""
+        """Write the full buffer in the background, after waiting for the previous one."""
         assert self._filling is not None
         self._await_background()
         filling, self._filling = self._filling, None
@@ -300,10 +317,10 @@ class Writer:
         sealed = self._sealed.get(file, packed.digest)
         if packed.digest != sealed:
             raise InvalidRowsError(
-                "these are not the rows that the sealed version lacks; nothing was written",
+                "the rows differ from the missing rows of the sealed version",
+                code="store.other_rows",
                 path=self._backend.describe(key),
-                fix="run the work with the same model, data and order as before, "
-                "or write to another capture name",
+                fix="Use the same model, data and order as before, or another capture name.",
             )
         self._backend.put_if_absent(key, packed.parts, durability=self._durability)
         self._own.add(file)
@@ -324,37 +341,41 @@ class Writer:
         if self._failure is not None:
             raise self._failure
         if self._closed:
-            raise StoreError("this writer is closed", path=self.path)
+            raise StoreError("the writer is closed", code="store.writer_closed", path=self.path)
 
     def _check_room(self, count: int) -> None:
         end = self._position + count
         limit = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
         if limit is not None and end > limit:
             raise InvalidRowsError(
-                f"more rows than the block has: {end} of {limit}",
+                "too many rows for the block",
+                code="store.too_many_rows",
                 path=self.path,
-                fix="give the data set's real size as num_rows"
+                found=f"{end} rows",
+                expected=f"at most {limit}",
+                fix="Pass the size of the data set as num_rows."
                 if self.schema.num_rows is not None
-                else "this block is sealed; pass extend=True to add rows to it",
+                else "Pass extend=True to add rows to this sealed block.",
             )
 
     def _check_complete(self) -> None:
-        wanted = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
-        if wanted is not None and self._position != wanted:
+        num_rows = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
+        if num_rows is not None and self._position != num_rows:
             raise MissingRowsError(
-                f"{wanted - self._position} rows are missing; the block was not sealed",
+                f"{num_rows - self._position} rows are missing; the block was not sealed",
+                code="store.incomplete",
                 path=self.path,
-                fix="run again with all rows: full segments are kept and not written twice",
+                fix="Run again with all rows: full segments are not written twice.",
             )
 
-    def _others_work_to_do(self) -> bool:
+    def _others_are_unfinished(self) -> bool:
         if self._share.of == 1:
             return False
         self._check_complete()
         last = self._number(max(self._position, 1) - 1)
-        there = set(segment_numbers(self._backend, self.folder)) | self._done
+        present = set(segment_numbers(self._backend, self.folder)) | self._done
         return any(
-            number not in there and not self._mine(number)
+            number not in present and not self._is_own(number)
             for number in range(self._first_number, last + 1)
         )
 
@@ -365,21 +386,22 @@ class Writer:
         self._await_background()
 
     def _check_share_complete(self) -> None:
-        """A segment with fewer rows than it should have must not get its name."""
+        """Raise if a segment of this share would be written with missing rows."""
         assert self._share.segments is not None
         filling = self._filling
         number = None if filling is None else self._number(filling.first_row)
         whole = (
             filling is not None and number is not None and (filling.count == self._rows_of(number))
         )
-        there = self._done | ({number} if whole else set())
-        missing = [one for one in self._share.segments if one not in there]
+        present = self._done | ({number} if whole else set())
+        missing = [segment for segment in self._share.segments if segment not in present]
         if missing:
             raise MissingRowsError(
                 f"rows of segment {missing[0]} are missing; it was not written",
+                code="store.incomplete_share",
                 path=self.path,
                 found=f"rows up to {self._position}",
-                fix="give every worker the same data as the one that began the capture",
+                fix="Use the same data in every worker.",
             )
 
     def _compare(self, number: int, ids: AnyArray) -> None:
@@ -391,15 +413,15 @@ class Writer:
             stored = segment.small("ids")[start : start + len(ids)]
         if not np.array_equal(stored, ids):
             raise InvalidRowsError(
-                "the rows come in another order than when this block was begun",
+                "the order of the rows differs from the first run",
+                code="store.other_order",
                 path=self._backend.describe(key),
                 found=f"ids {ids[:5].tolist()} ... at row {self._position}",
                 expected=f"ids {stored[:5].tolist()} ...",
-                fix="give the rows in the same order (no shuffling without a fixed seed), "
-                "or write to another capture name",
+                fix="Use the same order (no shuffling without a fixed seed), or another capture name.",
             )
 
-    def _mine(self, number: int) -> bool:
+    def _is_own(self, number: int) -> bool:
         if self._share.segments is not None:
             return number in self._share.segments
         return number % self._share.of == self._share.rank
@@ -417,7 +439,7 @@ class Writer:
         return self._starts[-1] + beyond * self.schema.rows_per_segment
 
     def _rows_of(self, number: int) -> int:
-        """The rows of a segment, where that is known; of the last one, only with `num_rows`."""
+        """Return the number of rows of a segment; exact for the last one only with `num_rows`."""
         end = self._start_of(number + 1)
         if self.schema.num_rows is not None:
             end = min(end, self.schema.num_rows)
@@ -429,12 +451,12 @@ class Writer:
 
 
 def ensure_schema(backend: Backend, folder: str, schema: Schema, *, durability: Durability) -> None:
-    """Write the schema of a new block, or require that it is the one that is there."""
+    """Write the schema of a new block, or raise unless it equals the existing one."""
     key = schema_key(folder)
     if not backend.exists(key):
         data = _document.to_bytes(schema.to_fields())
-        _document.check_size(data, "this schema")
-        # On a conflict another process entered one in this very moment: that one is compared.
+        _document.check_size(data, "the schema")
+        # On a conflict another process has just written one: compare with that.
         with contextlib.suppress(ConflictError):
             backend.put_if_absent(key, [data], durability=durability)
     load_schema(backend, folder).require_same(schema, path=backend.describe(key))

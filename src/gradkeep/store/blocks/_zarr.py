@@ -1,7 +1,7 @@
-"""A block's array as a read-only Zarr v3 array, over the segments as they are.
+"""Show a block's array as a read-only Zarr v3 array over its segments.
 
-A segment is a chunk: `zarr.json` is made up, and each chunk is a byte range of a segment's file.
-Only the last chunk is copied, as Zarr wants it padded to full size.
+A segment is a chunk: `zarr.json` is generated, and each chunk is a byte range of a segment's file.
+Only the last chunk is copied, because Zarr needs it padded to full size.
 """
 
 from __future__ import annotations
@@ -29,37 +29,58 @@ _METADATA = "zarr.json"
 
 
 def zarr_view(block: Block, name: str) -> Any:
-    """One array of a block `[N, *shape]` as a read-only `zarr.Array`, verified as it is read.
+    """Open one array of a block `[N, *shape]` as a read-only `zarr.Array`, verified as it is read.
 
-    For plain and `float16` arrays (which appear as float16) of fixed shape, uncompressed, in
-    segments of equal length; anything else is refused. A segment that is gone raises
-    `MissingRowsError`: Zarr's habit of reading what is missing as the fill value has no way in.
+    A missing segment raises `MissingRowsError`; it is never read as the fill value.
 
-    >>> import gradkeep as gk
-    >>> store = gk.open(gk.store.Memory())
-    >>> key = gk.store.CaptureKey(checkpoint="final", split="train")
-    >>> with store.write(key, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)) as writer:
-    ...     writer.append([0, 1, 2], {"loss": [0.5, 2.0, 4.0]})
-    >>> view = zarr_view(store.read(key), "loss")
-    >>> view.shape, view.chunks, view[1:]
-    ((3,), (2,), array([2., 4.], dtype=float32))
+    Args:
+        block: The block.
+        name: Name of a plain or `float16` array (which appears as float16) of fixed shape, uncompressed,
+            in segments of equal length.
+
+    Returns:
+        The Zarr array.
+
+    Raises:
+        StoreError: The array cannot be shown without a copy.
+        MissingExtraError: zarr is not installed.
+
+    Example:
+        >>> import gradkeep as gk
+        >>> store = gk.open(gk.store.Memory())
+        >>> key = gk.store.CaptureKey(checkpoint="final", split="train")
+        >>> with store.write(key, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)) as writer:
+        ...     writer.append([0, 1, 2], {"loss": [0.5, 2.0, 4.0]})
+        >>> view = zarr_view(store.read(key), "loss")
+        >>> view.shape, view.chunks, view[1:]
+        ((3,), (2,), array([2., 4.], dtype=float32))
     """
     zarr, storage, buffer = (
         import_extra(module, extra="zarr", what="a Zarr view")
         for module in ("zarr", "zarr.storage", "zarr.buffer")
     )
-    chunks = _Chunks(block, _checked(block, name), buffer.cpu.Buffer)
+    chunks = _Chunks(block, _validate_array(block, name), buffer.cpu.Buffer)
     store = storage.MemoryStore(store_dict=chunks, read_only=True)
     return zarr.open_array(store, mode="r", zarr_format=3)
 
 
 def zarr_references(block: Block, name: str) -> dict[str, Any]:
-    """The same view as references, for other processes and tools that understand them.
+    """Build references to the chunks of `zarr_view`, for other processes and tools.
 
-    `{"version": 1, "refs": {chunk: [file, offset, length]}}`, as fsspec's `ReferenceFileSystem`,
-    kerchunk and VirtualiZarr read it. They check no checksum: run `gradkeep verify` before.
+    fsspec's `ReferenceFileSystem`, kerchunk and VirtualiZarr read them. They check no checksum: run
+    `gradkeep verify` before.
+
+    Args:
+        block: The block.
+        name: Name of the array; the same restrictions as for `zarr_view`.
+
+    Returns:
+        `{"version": 1, "refs": {chunk: [file, offset, length]}}`.
+
+    Raises:
+        StoreError: The array cannot be shown without a copy, or the store is not in a folder.
     """
-    array = _checked(block, name)
+    array = _validate_array(block, name)
     chunk_rows = _chunk_rows(block, array)
     refs: dict[str, Any] = {_METADATA: json.dumps(_metadata(block, array, chunk_rows))}
     for index, entry in enumerate(block.manifest.segments):
@@ -67,10 +88,11 @@ def zarr_references(block: Block, name: str) -> dict[str, Any]:
         path = block.backend.local_path(key)
         if path is None:
             raise StoreError(
-                "references need files that other programs can open",
+                "references need local files",
+                code="store.no_local_file",
                 path=block.backend.describe(key),
                 expected="a store in a folder",
-                fix="use zarr_view, which reads from every place",
+                fix="Use zarr_view, which reads from every backend.",
             )
         if entry.rows == chunk_rows:
             segment = open_segment(block.backend, block.folder, entry, schema=block.schema)
@@ -84,7 +106,7 @@ def zarr_references(block: Block, name: str) -> dict[str, Any]:
 
 
 class _Chunks(Mapping[str, Any]):
-    """What Zarr sees as files: the metadata, and every segment's tensor as a chunk."""
+    """Mapping that Zarr reads as a store: the metadata, and every segment's tensor as a chunk."""
 
     def __init__(self, block: Block, array: Array, buffer: Any) -> None:
         self._block, self._array, self._buffer = block, array, buffer
@@ -107,7 +129,7 @@ class _Chunks(Mapping[str, Any]):
 
 
 def _chunk(block: Block, array: Array, index: int, rows: int) -> AnyArray:
-    """The bytes of one chunk: mapped, or copied and padded if the segment is shorter."""
+    """Return the bytes of one chunk: mapped, or copied and padded if the segment is shorter."""
     entry = block.manifest.segments[index]
     with contextlib.closing(
         open_segment(block.backend, block.folder, entry, schema=block.schema)
@@ -127,11 +149,12 @@ def _chunk_rows(block: Block, array: Array) -> int:
     counts = [entry.rows for entry in block.manifest.segments]
     rows = max(counts, default=1)
     if any(count != rows for count in counts[:-1]):
-        raise _refused(
+        raise _unsupported(
             block,
             array,
+            "store.zarr_segments",
             "segments of different lengths (rows were dropped, or added to a sealed block)",
-            "segments of equal length, the last excepted",
+            "segments of equal length, except for the last one",
         )
     return rows
 
@@ -161,30 +184,33 @@ def _fill(array: Array) -> float | int | bool:
     return float("nan") if kind == "f" else False if kind == "b" else 0
 
 
-def _checked(block: Block, name: str) -> Array:
-    """The array if Zarr can hold it as it is stored, else a clear error."""
+def _validate_array(block: Block, name: str) -> Array:
+    """Return the array; raise unless Zarr can show it as it is stored."""
     array = block.schema.array(name)
     if array.encoding not in ("plain", "float16"):
-        raise _refused(block, array, f"encoding {array.encoding!r}", "'plain' or 'float16'")
+        actual, expected = f"encoding {array.encoding!r}", "'plain' or 'float16'"
+        raise _unsupported(block, array, "store.zarr_encoding", actual, expected)
     if array.ragged:
-        raise _refused(block, array, "rows of different lengths", "a fixed shape")
+        actual = "rows of different lengths"
+        raise _unsupported(block, array, "store.zarr_ragged", actual, "a fixed shape")
     if array.compression is not None:
-        raise _refused(block, array, f"compression {array.compression!r}", "no compression")
+        actual = f"compression {array.compression!r}"
+        raise _unsupported(block, array, "store.zarr_compression", actual, "no compression")
     if block.version < 0 and array.stored_dtype.kind != "f":
         raise NotSealedError(
-            f"array {name!r} of a block that is still being written: whole numbers have no NaN "
-            "to stand for rows that are not there",
+            f"array {name!r} of a live block cannot be shown: integers have no NaN for missing rows",
             path=block.path,
-            fix="finish the work that writes it, then open the block without live=True",
+            fix="Finish the work that writes it, then open the block without live=True.",
         )
     return array
 
 
-def _refused(block: Block, array: Array, found: str, expected: str) -> StoreError:
+def _unsupported(block: Block, array: Array, code: str, actual: str, expected: str) -> StoreError:
     return StoreError(
         f"Zarr cannot show array {array.name!r} as it is stored",
+        code=code,
         path=block.path,
-        found=found,
+        found=actual,
         expected=expected,
-        fix=f"read it with block.column({array.name!r}) or block.stream([{array.name!r}])",
+        fix=f"Read it with block.column({array.name!r}) or block.stream([{array.name!r}]).",
     )

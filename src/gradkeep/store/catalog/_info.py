@@ -1,4 +1,4 @@
-"""What a store holds, as a tree: runs, checkpoints, captures; scores; sets of rows."""
+"""Summary of a store as a tree: runs, checkpoints, captures; scores; row sets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CheckpointInfo:
 
     name: str
     record: CheckpointFacts | None
-    """What was recorded about it, if anything was."""
+    """Recorded checkpoint, if any."""
     captures: tuple[BlockFacts, ...]
 
 
@@ -51,13 +51,13 @@ class RunInfo:
 
     name: str
     record: RunFacts | None
-    """What was recorded about it, if anything was."""
+    """Recorded run, if any."""
     checkpoints: tuple[CheckpointInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RowSetInfo:
-    """A set of rows that many processes write, and how far they are now."""
+    """A set of rows that many processes write, and their current progress."""
 
     facts: BlockFacts
     done: int = 0
@@ -68,7 +68,7 @@ class RowSetInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """All that a store holds; shows itself as a table."""
+    """Contents of a store; prints as a table."""
 
     location: str
     uuid: str
@@ -77,7 +77,7 @@ class StoreInfo:
     row_sets: tuple[RowSetInfo, ...]
     bases: tuple[BlockFacts, ...] = ()
     moments: tuple[BlockFacts, ...] = ()
-    """What lies beside captures that keep layers dense: `gk.query.KeptMoments`."""
+    """Moments of captures that keep layers dense."""
     evaluations: tuple[BlockFacts, ...] = ()
 
     @property
@@ -92,7 +92,7 @@ class StoreInfo:
 
     @property
     def blocks(self) -> tuple[BlockFacts, ...]:
-        """Everything that holds rows."""
+        """All blocks and row sets."""
         row_sets = (item.facts for item in self.row_sets)
         beside = (*self.moments, *self.bases, *self.scores)
         return (*self.captures, *beside, *row_sets, *self.evaluations)
@@ -104,19 +104,19 @@ class StoreInfo:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense gradients that the captures stand for."""
+        """Bytes of the dense gradients of all captures."""
         return sum(block.dense_bytes for block in self.captures)
 
     @property
     def ratio(self) -> float | None:
-        """How many times smaller than dense gradients all captures are together."""
+        """Size of dense gradients divided by the size of all captures."""
         compared = [block for block in self.captures if block.ratio is not None]
         stored = sum(block.data_bytes for block in compared)
         return sum(block.dense_bytes for block in compared) / stored if stored else None
 
     @property
     def title(self) -> str:
-        """One line: where, how much of what, how large."""
+        """One line: location, number of blocks, size."""
         counts = [
             _count(len(self.captures), "capture", "captures"),
             _count(len(self.scores), "scores", "scores"),
@@ -155,13 +155,13 @@ class StoreInfo:
         ]
 
     def to_fields(self) -> dict[str, Any]:
-        """The tree as JSON fields."""
+        """Return the tree as JSON fields."""
         sizes = {name: getattr(self, name) for name in ("bytes", "dense_bytes", "ratio")}
         return {"location": self.location, "uuid": self.uuid, **sizes, **_to_fields(self)}
 
 
 def store_info(store: Store) -> StoreInfo:
-    """Look at a store: what its files say, and where the workers on sets of rows are now."""
+    """Summarize the files of a store and the progress of workers on row sets."""
     of_kind: dict[str, list[BlockFacts]] = {kind: [] for kind in get_args(BlockKind)}
     for block in scan_blocks(store.backend):
         of_kind[block.kind].append(block)
@@ -194,7 +194,7 @@ def store_info(store: Store) -> StoreInfo:
 def _checkpoints(
     records: list[CheckpointFacts], captures: list[BlockFacts]
 ) -> tuple[CheckpointInfo, ...]:
-    """In the order of their steps; those that were never recorded after the others."""
+    """Group captures by checkpoint in the order of steps; unrecorded checkpoints last."""
     recorded = {record.name: record for record in records}
     of: dict[str, list[BlockFacts]] = {name: [] for name in recorded}
     for capture in captures:
@@ -208,7 +208,9 @@ def _row_set(store: Store, facts: BlockFacts) -> RowSetInfo:
     try:
         counts = Rows(store.backend, facts.address.folder).counts()
     except (GradkeepError, FileNotFoundError) as error:
-        problem = error.message if isinstance(error, GradkeepError) else f"{error.filename} is gone"
+        problem = (
+            error.message if isinstance(error, GradkeepError) else f"{error.filename} is missing"
+        )
         return RowSetInfo(dataclasses.replace(facts, state="unreadable", problem=problem))
     return RowSetInfo(facts, counts.done, counts.leased, counts.failed, counts.pending)
 
@@ -218,7 +220,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _to_fields(value: Any) -> Any:
-    """A tree of dataclasses as JSON fields; blocks with what follows from their facts."""
+    """Convert a tree of dataclasses to JSON fields; blocks include derived sizes."""
     if isinstance(value, RowSetInfo):
         counts = {state: getattr(value, state) for state in _ROW_STATES}
         return {**_to_fields(value.facts), **counts}

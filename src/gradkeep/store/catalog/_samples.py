@@ -1,9 +1,9 @@
-"""Per-sample scalars as Parquet, beside the segments they were taken from.
+"""Per-sample scalars as Parquet, next to the segments they were derived from.
 
-The file is derived: it can be deleted and is made again when it is needed. Its name carries the
-version it belongs to and the digest of its own bytes, so it is immutable and checks itself. Between
-them stands what ties both together, a digest of the manifest's digest and the file's: under another
-version's name, or in another block's folder, it is told without being read as Parquet.
+The file is derived: it can be deleted and is recreated when needed. Its name contains the version it
+belongs to and the digest of its bytes, so it is immutable and can be checked. Between them is a digest
+of the manifest's digest and the file's: under the name of another version, or in the folder of another
+block, the file is detected without reading it as Parquet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUFFIX = ".parquet"
 
 
 def find_samples(backend: Backend, folder: str, version: int) -> str | None:
-    """The key of a version's Parquet file, if it was made."""
+    """Return the key of a version's Parquet file, or None."""
     start = f"{_PREFIX}{version:06d}-"
     for entry in backend.list(folder):
         if entry.name.startswith(start) and entry.name.endswith(_SUFFIX):
@@ -39,22 +39,22 @@ def find_samples(backend: Backend, folder: str, version: int) -> str | None:
 
 
 def is_samples(name: str) -> bool:
-    """Whether a file name is that of a Parquet file of samples."""
+    """Return True for the name of a Parquet file of samples."""
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
 def check_samples(data: bytes | memoryview, name: str, *, path: str) -> None:
-    """Raise `DamagedError` unless the bytes are those that the name promises."""
+    """Raise `DamagedError` unless the bytes match the digest in the name."""
     if xxhash.xxh3_128_hexdigest(data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
         raise DamagedError(
-            "this Parquet file is not as it was written",
+            "the Parquet file does not match its checksum",
             path=path,
-            fix="delete it, or run `gradkeep verify STORE --repair`: it is made again when needed",
+            fix="Delete it, or run `gradkeep verify STORE --repair`: it is recreated when needed.",
         )
 
 
 def is_tied(name: str, block: Block) -> bool | None:
-    """Whether a file name is that of Parquet made of this version; None of names that do not tell."""
+    """Return True if a file name belongs to this version; None for names of earlier versions."""
     parts = name.removesuffix(_SUFFIX).split("-")
     return None if len(parts) != 4 else parts[2] == _tie(block, parts[3])
 
@@ -65,7 +65,7 @@ def _tie(block: Block, digest: str) -> str:
 
 
 def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
-    """An Arrow table: the labels, `id`, and every array that holds one value, or text, per row."""
+    """Build an Arrow table: the labels, `id`, and every array with one value or text per row."""
     pa = import_extra("pyarrow", extra="sql", what="Parquet")
     columns: dict[str, Any] = {}
     for name, value in labels.items():
@@ -77,7 +77,7 @@ def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
 
 
 def _column(pa: Any, values: np.ndarray[Any, Any]) -> Any:
-    """The values as Arrow has them; laid down as memory, for `pa.array` loads pandas."""
+    """Build an Arrow array from memory; `pa.array` would import pandas."""
     bits = values.dtype == np.bool_
     memory = np.packbits(values, bitorder="little") if bits else np.ascontiguousarray(values)
     kind = pa.from_numpy_dtype(values.dtype)
@@ -94,49 +94,52 @@ def _text_column(pa: Any, texts: list[str]) -> Any:
 
 
 def _texts(block: Block) -> dict[str, list[str]]:
-    """Every array that holds a text per row."""
+    """Read every array that holds a text per row."""
     return {array.name: block.column(array.name) for array in block.schema.arrays if array.is_text}
 
 
 def _scalars(block: Block) -> dict[str, np.ndarray[Any, Any]]:
-    """The ids `[N]` and every array that holds one value per row."""
+    """Read the ids `[N]` and every array that holds one value per row."""
     names = [array.name for array in block.schema.arrays if not array.shape and not array.ragged]
     parts: dict[str, list[Any]] = {name: [] for name in ("id", *names)}
     for batch in block.stream(names):
         parts["id"].append(batch.ids)
         for name in names:
             parts[name].append(batch[name])
-    found = {}
+    columns = {}
     for name, pieces in parts.items():
         dtype = "int64" if name == "id" else block.schema.array(name).dtype
-        found[name] = np.concatenate([np.empty(0, dtype), *pieces])
-    return found
+        columns[name] = np.concatenate([np.empty(0, dtype), *pieces])
+    return columns
 
 
 def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, path: str) -> bool:
-    """Whether Parquet bytes hold exactly the labels, ids and scalars of a block's version."""
+    """Return True if Parquet bytes hold exactly the labels, ids and scalars of a version."""
     pa = import_extra("pyarrow", extra="sql", what="Parquet")
     import pyarrow.parquet as pq
 
     try:
-        # Without threads: those that pyarrow leaves behind can abort a process that ends at once.
-        found = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+        # Without threads: remaining threads of pyarrow can abort a process that ends at once.
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise DamagedError(
-            "this Parquet file cannot be read", path=path, found=str(error)[:200]
+            "the Parquet file cannot be read",
+            code="store.unreadable_samples",
+            path=path,
+            found=str(error)[:200],
         ) from error
-    wanted = samples_table(block, labels)
+    expected = samples_table(block, labels)
     # As text: NaN is not equal to itself.
-    return found.column_names == wanted.column_names and all(
-        str(found.column(name).to_pylist()) == str(wanted.column(name).to_pylist())
-        for name in wanted.column_names
+    return table.column_names == expected.column_names and all(
+        str(table.column(name).to_pylist()) == str(expected.column(name).to_pylist())
+        for name in expected.column_names
     )
 
 
 def ensure_samples(
     backend: Backend, block: Block, labels: Mapping[str, str], *, durability: Durability
 ) -> bytes:
-    """The Parquet bytes of a block's version: read and checked, or made now and kept."""
+    """Return the Parquet bytes of a version: read and checked, or created and saved."""
     key = find_samples(backend, block.folder, block.version)
     if key is not None:
         data = backend.read(key)
@@ -156,12 +159,12 @@ def ensure_samples(
     data = buffer.getvalue()
     digest = xxhash.xxh3_128_hexdigest(data)
     name = f"{_PREFIX}{block.version:06d}-{_tie(block, digest)}-{digest}{_SUFFIX}"
-    # A store that may only be read is queried all the same.
+    # A read-only store can still be queried.
     with contextlib.suppress(ReadOnlyError):
         backend.put_if_absent(f"{block.folder}/{name}", [data], durability=durability)
     return data
 
 
 def samples_available() -> bool:
-    """Whether Parquet can be written here."""
+    """Return True if pyarrow is installed."""
     return importlib.util.find_spec("pyarrow") is not None

@@ -1,8 +1,7 @@
-"""Find out what a store holds by looking at its files; the files are the truth.
+"""Find the blocks of a store by listing its files.
 
-Of a sealed block only the manifest is read; of segments that no manifest names yet, the headers.
-Nothing here raises because a file is damaged: a block that cannot be read is found `unreadable`,
-with the reason.
+Reads only the manifest of a sealed block, and the headers of segments that no manifest lists. Damaged
+files do not raise here: such a block is reported as `unreadable`, with the reason.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ _PLACES: dict[BlockKind, tuple[str, int]] = {
     "evaluation": (EVALUATIONS, 1),
     "basis": (BASES, 3),
 }
-"""Below which folder the blocks of a kind lie, and how many folders deep."""
+"""Root folder of each kind of block, and its depth in folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAddress:
-    """Which block: a capture, saved scores, a set of rows, a basis, or an evaluation."""
+    """Address of a capture, saved scores, a row set, a basis or an evaluation."""
 
     kind: BlockKind
     name: str
@@ -71,7 +70,7 @@ class BlockAddress:
 
     @property
     def folder(self) -> str:
-        """Where it lies in the store.
+        """Folder in the store.
 
         >>> BlockAddress("capture", "main", run="main", checkpoint="final", split="train").folder
         'blocks/main/final/train/main'
@@ -81,30 +80,30 @@ class BlockAddress:
 
     @property
     def word(self) -> str:
-        """What people are told that it is: also of what has a place among the bases."""
+        """Kind shown to users; moments are stored among the bases."""
         return "moments" if self.kind == "basis" and self.basis.of_moments else self.kind
 
     @property
     def capture(self) -> CaptureKey:
-        """The key of a capture."""
+        """Key of a capture."""
         checkpoint, split = str(self.checkpoint), str(self.split)
         return CaptureKey(checkpoint, split, run=str(self.run), capture=self.name)
 
     @property
     def basis(self) -> BasisKey:
-        """The key of a basis."""
+        """Key of a basis."""
         return BasisKey(str(self.checkpoint), run=str(self.run), capture=self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """One captured layer, and what its arrays take."""
+    """One captured layer, and the size of its arrays."""
 
     name: str
     type: str
     parameters: int
     row_bytes: float
-    """Bytes per row on disk; of ragged or compressed arrays, those of the first segment."""
+    """Bytes per row on disk; for ragged or compressed arrays, of the first segment."""
 
     @property
     def dense_row_bytes(self) -> int:
@@ -114,20 +113,20 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """A block as its files show it.
+    """State of a block according to its files.
 
-    `rows`, `num_segments` and `data_bytes` are those of the newest version, or of everything that
-    is committed if nothing was sealed yet.
+    `rows`, `num_segments` and `data_bytes` are those of the newest version, or of all committed segments
+    if nothing was sealed yet.
     """
 
     address: BlockAddress
     state: BlockState
     problem: str | None
-    """What cannot be read, and where."""
+    """File that cannot be read, and the reason."""
     version: int | None
     rows: int
     num_rows: int | None
-    """How many rows it is meant to have."""
+    """Number of rows of the complete block."""
     unsealed_rows: int
     """Rows committed after the newest version."""
     num_segments: int
@@ -135,7 +134,7 @@ class BlockFacts:
     bytes: int
     """Bytes of all its files, older versions included."""
     modified: float
-    """When its newest file came, in seconds since the epoch; 0 where the backend does not know."""
+    """Time of its newest file in seconds since the epoch; 0 if unknown."""
     schema_hash: str | None
     fingerprints: Mapping[str, str | int | float | bool | None]
     layers: tuple[LayerFacts, ...]
@@ -143,7 +142,7 @@ class BlockFacts:
 
     @property
     def kind(self) -> BlockKind:
-        """A capture, saved scores, a set of rows, a basis, or an evaluation."""
+        """Kind of the block."""
         return self.address.kind
 
     @property
@@ -153,7 +152,7 @@ class BlockFacts:
 
     @property
     def ratio(self) -> float | None:
-        """How many times smaller than dense gradients; None where there is nothing to compare."""
+        """Size of the dense gradients divided by the stored size; None without gradients."""
         if not self.dense_bytes or not self.data_bytes:
             return None
         return self.dense_bytes / self.data_bytes
@@ -187,7 +186,7 @@ _T = TypeVar("_T")
 
 
 def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddress]:
-    """Every folder that can hold a block of these kinds (or any); some may turn out to be empty."""
+    """Iterate over every folder that can hold a block of these kinds (or any), empty ones included."""
     for kind, (root, depth) in _PLACES.items():
         if not kinds or kind in kinds:
             for *above, name in _folders_below(backend, root, depth):
@@ -195,7 +194,7 @@ def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddres
 
 
 def _folders_below(backend: Backend, folder: str, depth: int) -> Iterator[tuple[str, ...]]:
-    """The names of folders so many levels down, each with those above it."""
+    """Iterate over folders at this depth, each with the names above it."""
     for name in folders(backend, folder):
         if depth == 1:
             yield (name,)
@@ -221,21 +220,23 @@ def keys_below(backend: Backend, folder: str) -> Iterator[str]:
 
 
 def folders(backend: Backend, prefix: str) -> list[str]:
-    """The names of the folders directly below `prefix` that can be names in a store."""
+    """List the folders directly below `prefix` that have valid names."""
     return [item.name for item in backend.list(prefix) if item.is_folder and is_name(item.name)]
 
 
 def scan_blocks(backend: Backend, *kinds: BlockKind) -> list[BlockFacts]:
-    """What the files of every block of these kinds (or any) say, by folder.
+    """Read the state of every block of these kinds (or any), by folder.
 
-    Costs a listing and a manifest per block, and a header for every segment that no version names.
+    Costs a listing and a manifest per block, and a header for every segment that no version lists.
     """
     facts = (_BlockScan(backend, address).facts() for address in block_addresses(backend, *kinds))
-    return sorted((one for one in facts if one is not None), key=lambda one: one.address.folder)
+    return sorted(
+        (block for block in facts if block is not None), key=lambda block: block.address.folder
+    )
 
 
 class _BlockScan:
-    """One block while it is looked at: what is there, and the first thing that is wrong."""
+    """Scan of one block; collects its state and the first problem."""
 
     def __init__(self, backend: Backend, address: BlockAddress) -> None:
         self._backend, self._address, self._folder = backend, address, address.folder
@@ -250,7 +251,7 @@ class _BlockScan:
             self._loose = [entry for name in names for entry in self._list(f"{place}/{name}")]
 
     def facts(self) -> BlockFacts | None:
-        """All that was found, the problem included; None if there is nothing."""
+        """Return the state of the block, its first problem included; None if there are no files."""
         parts = (self._top, *self._files.values(), self._loose)
         entries = [entry for part in parts for entry in part]
         if not entries:
@@ -277,7 +278,7 @@ class _BlockScan:
             rows = sum(segment.rows for segment in segments)
         stored = sum(one.bytes for one in segments) + sum(entry.size for entry in self._loose)
         layers = self._layers(schema, segments)  # may still find a problem
-        # The last day that a calendar of four digits can show; a file can claim to be younger.
+        # Times are limited to the year 9999; files can have later ones.
         return BlockFacts(
             address=self._address,
             state="unreadable" if self._problem else "open" if version is None else "sealed",
@@ -301,7 +302,7 @@ class _BlockScan:
         return [entry for entry in listed if not entry.is_folder]
 
     def _check_files(self, segments: Sequence[SegmentEntry]) -> list[int]:
-        """Note segments of the newest version that are not there; return the numbers of others."""
+        """Note missing segments of the newest version; return the numbers of other segments."""
         part = PACKED if self._address.kind == "rows" else SEGMENTS
         others = {entry.name: entry for entry in self._files[part]}
         for segment in segments:
@@ -315,7 +316,7 @@ class _BlockScan:
         return numbered_files(others.values(), SUFFIX)
 
     def _from_headers(self, numbers: Iterable[int], schema: Schema | None) -> list[SegmentEntry]:
-        """The segments that were committed after the newest version."""
+        """Read the segments that were committed after the newest version."""
         backend, folder = self._backend, self._folder
         entries = [
             self._attempt(
@@ -329,7 +330,7 @@ class _BlockScan:
     def _load_schema(self) -> Schema | None:
         key = schema_key(self._folder)
         if not any(f"{self._folder}/{entry.name}" == key for entry in self._top):
-            self._note(key, "it is gone")
+            self._note(key, "the file is missing")
             return None
         return self._attempt(key, lambda: load_schema(self._backend, self._folder))
 
@@ -337,7 +338,7 @@ class _BlockScan:
         key = manifest_key(self._folder, version)
         manifest = self._attempt(key, lambda: latest_manifest(self._backend, self._folder))
         if manifest is not None and schema is not None and manifest.schema_hash != schema.hash:
-            self._note(key, "the manifest belongs to another schema")
+            self._note(key, "the manifest has another schema than its block")
             return None
         return manifest
 
@@ -349,7 +350,7 @@ class _BlockScan:
         sizes = {array.name: float(array.row_bytes) for array in schema.arrays}
         if segments and any(array.ragged or array.compression for array in schema.arrays):
             key = f"{self._folder}/{segments[0].file}"
-            sizes |= self._attempt(key, lambda: _measured(self._backend, key)) or {}
+            sizes |= self._attempt(key, lambda: _measure_row_bytes(self._backend, key)) or {}
         of_layer = dict.fromkeys((layer.name for layer in schema.layers), 0.0)
         for array in schema.arrays:
             if array.layer in of_layer:
@@ -360,23 +361,23 @@ class _BlockScan:
         )
 
     def _attempt(self, key: str, read: Callable[[], _T]) -> _T | None:
-        """What `read` returns; None, and a problem noted, if a file is damaged or gone."""
+        """Return the result of `read`; None, and a noted problem, if a file is damaged or missing."""
         try:
             return read()
         except FileNotFoundError:
-            self._note(key, "it is gone")
+            self._note(key, "the file is missing")
         except GradkeepError as error:
             self._note(key, error.message)
         return None
 
     def _note(self, key: str, what: str) -> None:
-        # The first problem only: later ones tend to follow from it.
+        # The first problem only: later ones usually follow from it.
         if self._problem is None:
             self._problem = f"{key}: {what}"
 
 
-def _measured(backend: Backend, key: str) -> dict[str, float]:
-    """Bytes per row of every array in one segment, with its scales, offsets and checks."""
+def _measure_row_bytes(backend: Backend, key: str) -> dict[str, float]:
+    """Measure the bytes per row of every array in one segment, scales, offsets and checks included."""
     segment = Segment(backend, key)
     segment.close()
     sizes: dict[str, float] = {}
@@ -387,35 +388,35 @@ def _measured(backend: Backend, key: str) -> dict[str, float]:
 
 
 def scan_runs(backend: Backend) -> list[RunFacts]:
-    """All recorded runs, readable or not, by name."""
-    found = []
+    """List all recorded runs by name, unreadable ones included."""
+    runs = []
     for name in folders(backend, RUNS):
         try:
             run = read_run(backend, name)
             if run is not None:
-                found.append(RunFacts(name, run.config, _printable(run.code), _printable(run.data)))
+                runs.append(RunFacts(name, run.config, _printable(run.code), _printable(run.data)))
         except GradkeepError as error:
-            found.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.message}"))
-    return found
+            runs.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.message}"))
+    return runs
 
 
 def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
-    """All recorded checkpoints of all runs, readable or not, by run, step and name."""
-    found = []
+    """List all recorded checkpoints by run, step and name, unreadable ones included."""
+    checkpoints = []
     for run in folders(backend, RUNS):
         for name in folders(backend, f"{RUNS}/{run}/ckpt"):
             try:
                 x = read_checkpoint(backend, run, name)
                 if x is not None:
                     weights, parent = _printable(x.weights), _printable(x.parent)
-                    found.append(CheckpointFacts(run, name, weights, x.step, x.lr, parent))
+                    checkpoints.append(CheckpointFacts(run, name, weights, x.step, x.lr, parent))
             except GradkeepError as error:
                 problem = f"{RUNS}/{run}/ckpt/{name}/ckpt.json: {error.message}"
-                found.append(CheckpointFacts(run, name, problem=problem))
-    # Those without a step first.
-    return sorted(found, key=lambda x: (x.run, x.step is not None, x.step or 0, x.name))
+                checkpoints.append(CheckpointFacts(run, name, problem=problem))
+    # Checkpoints without a step first.
+    return sorted(checkpoints, key=lambda x: (x.run, x.step is not None, x.step or 0, x.name))
 
 
 def _printable(text: str | None) -> str | None:
-    """The text without halves of surrogate pairs, which documents keep but nothing can show."""
+    """Escape lone surrogates, which documents can hold but no terminal can show."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""SQL over a store: DuckDB in memory, offline, reading only.
+"""SQL over a store: DuckDB in memory, offline, read-only.
 
 | view | a row for every |
 | --- | --- |
@@ -6,8 +6,8 @@
 | `captures`, `scores` | capture, saved scores, sealed or not |
 | `runs`, `checkpoints` | recorded run, recorded checkpoint |
 
-Only what a query names is loaded, and of `samples` only the columns it needs. Captures may have
-different scalars: what one of them lacks is NULL there.
+Only the views that a query names are loaded, and of `samples` only the columns it needs. Captures may
+have different scalars: missing ones are NULL.
 """
 
 from __future__ import annotations
@@ -44,45 +44,45 @@ _Record = TypeVar("_Record", "RunFacts", "CheckpointFacts")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SqlResult:
-    """The rows of an answer: `.rows()`, `.arrow()`, `.to_pandas()`; shows itself as a table."""
+    """Result of a query: `.rows()`, `.arrow()`, `.to_pandas()`; prints as a table."""
 
     _table: Any
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
+        """Names of the columns."""
         return list(self._table.column_names)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """All rows as tuples of Python values; NULL is None."""
+        """Return all rows as tuples of Python values; NULL is None."""
         columns = [column.to_pylist() for column in self._table.columns]
         return list(zip(*columns, strict=True))
 
     def arrow(self) -> Any:
-        """The answer as a `pyarrow.Table`, without a copy."""
+        """Return the result as a `pyarrow.Table`, without a copy."""
         return self._table
 
     def to_pandas(self) -> Any:
-        """The answer as a `pandas.DataFrame`."""
+        """Return the result as a `pandas.DataFrame`."""
         return self._table.to_pandas()
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def text(self, *, limit: int | None = None, width: int | None = None) -> str:
-        """A plain table of the first `limit` rows (or all), no cell wider than `width`."""
+        """Format the first `limit` rows (or all) as a table with cells of at most `width` characters."""
         cells, right = self._cells(limit, width)
         shown = text_table(self.columns, cells, right=right)
-        left = len(self) - len(cells)
-        return shown if left <= 0 else f"{shown}\n... {left} more rows"
+        num_hidden = len(self) - len(cells)
+        return shown if num_hidden <= 0 else f"{shown}\n... {num_hidden} more rows"
 
     def __repr__(self) -> str:
         return self.text(limit=_SHOWN_ROWS, width=_SHOWN_CHARACTERS)
 
     def _repr_html_(self) -> str:
         cells, right = self._cells(_SHOWN_ROWS, _SHOWN_CHARACTERS)
-        left = len(self) - len(cells)
-        more = f"<p>{left} more rows</p>" if left > 0 else ""
+        num_hidden = len(self) - len(cells)
+        more = f"<p>{num_hidden} more rows</p>" if num_hidden > 0 else ""
         return html_table(self.columns, cells, right=right) + more
 
     def _cells(self, limit: int | None, width: int | None) -> tuple[list[list[str]], set[int]]:
@@ -100,7 +100,7 @@ def _cell(value: object, width: int | None) -> str:
         return "NULL"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     if width is None:
-        return text  # as it is: a plan of EXPLAIN is drawn with line breaks
+        return text  # unchanged: the plan of EXPLAIN has line breaks
     text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
@@ -156,14 +156,16 @@ _TABLES: dict[str, tuple[dict[str, str], Callable[[Backend], Iterator[dict[str, 
         _checkpoints,
     ),
 }
-"""The columns of each table but `samples`, and what gives its rows."""
+"""Columns and rows of each table except `samples`."""
 
 
 def _readable(record: _Record) -> _Record:
-    """The record; raises if it cannot be read, as an answer without it would be wrong."""
+    """Return the record; raise if it cannot be read, as a result without it would be wrong."""
     if record.problem is not None:
         raise DamagedError(
-            record.problem, fix="`gradkeep verify STORE --repair` moves the file aside"
+            record.problem,
+            code="store.unreadable_record",
+            fix="Move it aside with `gradkeep verify STORE --repair`.",
         )
     return record
 
@@ -203,7 +205,7 @@ def _all_samples(store: Store, sealed: Sequence[BlockFacts], schema: Any) -> Any
 
 
 def _parquet(store: Store, capture: BlockFacts) -> Any:
-    """A capture's scalars as Parquet: mapped and checked, or derived from the segments now."""
+    """Return a capture's scalars as Parquet: mapped and checked, or derived from the segments."""
     assert capture.version is not None
     address, backend = capture.address, store.backend
     name = find_samples(backend, address.folder, capture.version)
@@ -217,7 +219,7 @@ def _parquet(store: Store, capture: BlockFacts) -> Any:
 
 
 def _samples_schema(sealed: Sequence[BlockFacts]) -> Any:
-    """Labels, id, and every scalar of any capture in a type that holds them all."""
+    """Return the schema of `samples`: labels, id, and every scalar in a type that fits all captures."""
     import pyarrow as pa
 
     types: dict[str, list[str]] = {}
@@ -233,9 +235,9 @@ def _samples_schema(sealed: Sequence[BlockFacts]) -> Any:
     fields += [(name, pa.string()) for name in sorted(texts)]
     for name, dtypes in types.items():
         if name in texts:
-            continue  # what is a number in another capture is told as text there
+            continue  # a number in one capture and a text in another: shown as text
         dtype = np.result_type(*dtypes)
-        # DuckDB knows no half precision.
+        # DuckDB has no half precision.
         wide = np.dtype("float32") if dtype == np.float16 else dtype
         fields.append((name, pa.from_numpy_dtype(wide)))
     return pa.schema(fields)
@@ -258,26 +260,29 @@ def sql(store: Store, query: str) -> SqlResult:
     import_extra("pyarrow", extra="sql", what="SQL")
     connection = duckdb.connect(":memory:", config=_CLOSED)
     try:
-        wanted = _views_in(connection, query)
-        _register(connection, store, wanted)
+        view_names = _views_in(connection, query)
+        _register(connection, store, view_names)
         return SqlResult(_whole_numbers(_interruptible(connection, query)))
     except duckdb.Error as error:
         raise StoreError(
             str(error).strip(),
+            code="store.sql_error",
             expected="tables samples, captures, scores, runs, checkpoints",
-            fix="DESCRIBE samples lists the columns of a table",
+            fix="List the columns of a table with DESCRIBE, for example `DESCRIBE samples`.",
         ) from None
     finally:
         connection.close()
 
 
 def _interruptible(connection: Any, query: str) -> Any:
-    """Run the query in a thread: DuckDB itself does not notice every interrupt, we do."""
+    """Run the query in a thread, because DuckDB does not react to every interrupt."""
 
     def answer() -> Any:
         relation = connection.sql(query)
         if relation is None:
-            raise StoreError("the statement gives no rows", fix="begin with SELECT")
+            raise StoreError(
+                "the statement returns no rows", code="store.sql_no_rows", fix="Use SELECT."
+            )
         return relation.to_arrow_table()
 
     with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-sql") as pool:
@@ -285,57 +290,61 @@ def _interruptible(connection: Any, query: str) -> Any:
         try:
             return future.result()
         except KeyboardInterrupt:
-            # Until it ends: an interrupt that comes before the query has begun is forgotten.
+            # Repeat until it ends: an interrupt before the query has begun is lost.
             while not wait([future], timeout=0.05).done:
                 connection.interrupt()
             raise
 
 
 def _views_in(connection: Any, query: str) -> set[str]:
-    """The views that a query names, after checking that it only reads."""
+    """Return the views that a query names, after checking that it only reads."""
     statements = connection.extract_statements(query)
     if len(statements) != 1:
         raise StoreError(
-            "one statement at a time", found=f"{len(statements)} statements", expected="1"
+            "only one statement can be run",
+            code="store.sql_statements",
+            found=f"{len(statements)} statements",
+            expected="1",
         )
     kind = statements[0].type.name
     if kind not in _READING:
         raise StoreError(
-            "a store is only read by SQL; nothing was done",
+            "SQL can only read a store",
+            code="store.sql_not_reading",
             found=f"{kind} statement",
             expected="SELECT, DESCRIBE, SHOW, SUMMARIZE, EXPLAIN or PRAGMA",
-            fix="write to a store with gk.capture or store.write",
+            fix="Write to a store with gk.capture or store.write.",
         )
     import duckdb
 
     try:
-        # The connection holds no table yet, so every name that is not a CTE is one of ours.
+        # The connection has no tables yet, so every name that is not a CTE is one of the views.
         return {str(name).lower() for name in connection.get_table_names(query)}
     except duckdb.Error:
-        # Some statements cannot be taken apart before their tables are there.
+        # Some statements cannot be analyzed before their tables exist.
         return {word.lower() for word in re.findall(r"\w+", query)}
 
 
-def _register(connection: Any, store: Store, wanted: set[str]) -> None:
-    """Register all views; those that the query does not name are empty, for SHOW and DESCRIBE."""
+def _register(connection: Any, store: Store, view_names: set[str]) -> None:
+    """Register all views; views that the query does not name are empty, for SHOW and DESCRIBE."""
     import pyarrow as pa
 
     for name, (columns, rows) in _TABLES.items():
-        listed = list(rows(store.backend)) if name in wanted else []
+        listed = list(rows(store.backend)) if name in view_names else []
         connection.register(name, pa.Table.from_pylist(listed, schema=_schema(columns)))
     captures = scan_blocks(store.backend, "capture")
     sealed = [capture for capture in captures if capture.version is not None]
     schema = _samples_schema(sealed)
-    samples = _all_samples(store, sealed if "samples" in wanted else [], schema)
+    samples = _all_samples(store, sealed if "samples" in view_names else [], schema)
     connection.register("samples", samples)
 
 
 def _whole_numbers(table: Any) -> Any:
-    """The table with sums of whole numbers as int64; DuckDB hands them over as wide decimals."""
+    """Convert sums of integers, which DuckDB returns as wide decimals, to int64."""
     import pyarrow as pa
 
     for at, field in enumerate(table.schema):
         if pa.types.is_decimal(field.type) and field.type.scale == 0:
-            with contextlib.suppress(pa.ArrowInvalid):  # it does not fit: the decimal stays
+            with contextlib.suppress(pa.ArrowInvalid):  # too large: keep the decimal
                 table = table.set_column(at, field.name, table.column(at).cast(pa.int64()))
     return table

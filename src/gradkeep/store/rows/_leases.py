@@ -1,8 +1,8 @@
-"""Advisory leases on rows: who works on what, until when.
+"""Advisory leases on rows.
 
-A lease is a small numbered file. Taking, renewing and taking over all mean putting the next number,
-which only one can do. Nothing rests on leases: if two processes train the same row after all, the
-row itself has one winner.
+A lease is a small numbered file. Taking, renewing and taking over all write the next number, which
+only one process can do. Correctness does not depend on leases: if two processes compute the same row,
+only the first result is stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ ROWS_PER_FOLDER = 1024
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on a row until `expires` (seconds since the epoch)."""
+    """Right to work on a row until `expires`.
+
+    Attributes:
+        row: The row.
+        number: Number of the lease file.
+        owner: Name of the worker.
+        token: Random identifier.
+        expires: End, in seconds since the epoch.
+    """
 
     row: int
     number: int
@@ -37,12 +45,12 @@ class Lease:
 
     @property
     def expired(self) -> bool:
-        """Whether somebody else may take the row now."""
+        """True if another worker may take the row now."""
         return time.time() >= self.expires
 
 
 class LeaseRecord(Record, frozen=True):
-    """What a lease file holds."""
+    """Content of a lease file."""
 
     owner: str
     token: str
@@ -50,28 +58,27 @@ class LeaseRecord(Record, frozen=True):
 
 
 def default_owner() -> str:
-    """A name for this process: host and process number."""
+    """Return a name for this process: host and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def lease_key(folder: str, row: int, number: int) -> str:
-    """The name of a lease file."""
     return f"{folder}/{LEASES}/{row // ROWS_PER_FOLDER:06d}/{row}-{number:06d}.json"
 
 
 def lease_numbers(backend: Backend, folder: str, bucket: int) -> dict[int, list[int]]:
-    """For every row of a bucket that has leases, their numbers, oldest first."""
-    found: dict[int, list[int]] = {}
+    """List the lease numbers of every row of a bucket, oldest first."""
+    numbers_of_row: dict[int, list[int]] = {}
     for entry in backend.list(f"{folder}/{LEASES}/{bucket:06d}"):
         row, _, number = entry.name.removesuffix(".json").partition("-")
         named = is_number(row, digits=1) and is_number(number)
         if named and int(row) // ROWS_PER_FOLDER == bucket:
-            found.setdefault(int(row), []).append(int(number))
-    return {row: sorted(numbers) for row, numbers in found.items()}
+            numbers_of_row.setdefault(int(row), []).append(int(number))
+    return {row: sorted(numbers) for row, numbers in numbers_of_row.items()}
 
 
 def load_lease(backend: Backend, folder: str, row: int, number: int) -> Lease | None:
-    """A lease; None if it is gone or unreadable, which for a lease is the same."""
+    """Load a lease; return None if it is missing or unreadable, which is equivalent."""
     try:
         record = read_document(backend, lease_key(folder, row, number), LeaseRecord)
     except (FileNotFoundError, DamagedError):
@@ -82,11 +89,11 @@ def load_lease(backend: Backend, folder: str, row: int, number: int) -> Lease | 
 def take_lease(
     backend: Backend, folder: str, row: int, number: int, *, owner: str, seconds: float
 ) -> Lease | None:
-    """Put the lease with this number; None if somebody else was first."""
+    """Write the lease with this number; return None if another worker was first."""
     lease = Lease(row, number, owner, secrets.token_hex(8), round(time.time() + seconds, 3))
     data = to_bytes(LeaseRecord(owner=owner, token=lease.token, expires=lease.expires))
     try:
-        # A lease lost to a power cut is a lease that ended: no fsync is worth waiting for.
+        # A lease lost in a power cut is an expired lease: no fsync is needed.
         backend.put_if_absent(lease_key(folder, row, number), [data], durability="process")
     except ConflictError:
         return None
@@ -94,27 +101,27 @@ def take_lease(
 
 
 def renew_lease(backend: Backend, folder: str, lease: Lease, *, seconds: float) -> Lease:
-    """The same lease with a later end; raises `LeaseLostError` if it was taken over."""
+    """Return the lease with a later end; raise `LeaseLostError` if it was taken over."""
     renewed = None
-    if _stands(backend, folder, lease):
+    if _is_current(backend, folder, lease):
         number = lease.number + 1
         renewed = take_lease(backend, folder, lease.row, number, owner=lease.owner, seconds=seconds)
     if renewed is None:
         raise LeaseLostError(
             f"row {lease.row} was taken over by another worker",
             path=backend.describe(lease_key(folder, lease.row, lease.number + 1)),
-            fix="stop working on it; if this happens often, ask for longer leases",
+            fix="Stop working on it; if this happens often, use longer leases.",
         )
     backend.delete([lease_key(folder, lease.row, lease.number)], durability="process")
     return renewed
 
 
 def release_lease(backend: Backend, folder: str, lease: Lease) -> None:
-    """Give the row back; if it was taken over meanwhile, it is the other's to give back."""
-    if _stands(backend, folder, lease):
+    """End the lease, unless another worker has taken it over."""
+    if _is_current(backend, folder, lease):
         backend.delete([lease_key(folder, lease.row, lease.number)], durability="process")
 
 
-def _stands(backend: Backend, folder: str, lease: Lease) -> bool:
-    """Whether the lease is still the one under its number: numbers begin anew for a free row."""
+def _is_current(backend: Backend, folder: str, lease: Lease) -> bool:
+    """Return True if the lease file is unchanged: numbers start again for a free row."""
     return load_lease(backend, folder, lease.row, lease.number) == lease

@@ -1,8 +1,8 @@
 """Rows in files of their own, and packed: one row, one file, one winner.
 
-Each row is put as a small segment of its own. When many are done they are compacted into packed
-segments under a manifest. A row is in the packed part if the manifest says so, else in its own file,
-else it is missing.
+Each row is written as a small segment of its own. Many finished rows are compacted into packed segments
+under a manifest. A row is in the packed part if the manifest lists it, else in its own file, else it is
+missing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from gradkeep.store.blocks._columns import (
     Ragged,
     as_ids,
     check_fill,
-    filled,
+    fill_missing,
     whole_numbers,
 )
-from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
+from gradkeep.store.blocks._incoming import stored_arrays, validate_rows
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -66,12 +66,12 @@ _NAME = re.compile(r"(\d{6,18})-[0-9a-f]{32}")
 
 
 def row_record_key(folder: str, part: str, row: int, digest: str) -> str:
-    """Return the name of the record of a row (part `rows`) or of a failed attempt (part `failed`)."""
+    """Return the key of the record of a row (part `rows`) or of a failed attempt (part `failed`)."""
     return f"{HEADS}/{folder}/{part}/{row // ROWS_PER_FOLDER:06d}/{row:06d}-{digest}"
 
 
 def record_row(backend: Backend, folder: str, part: str, row: int, digest: str) -> str:
-    """Record what was put, and return the name of the record."""
+    """Record a written row or failed attempt; return the key of the record."""
     key = row_record_key(folder, part, row, digest)
     backend.put_if_absent(key, [b""], durability="process")
     return key
@@ -87,18 +87,20 @@ def row_records(
 ) -> list[str]:
     """List the records of these rows, or of all."""
     place = f"{HEADS}/{folder}/{part}"
-    wanted = None if rows is None else set(rows)
-    if wanted is None:
+    selected = None if rows is None else set(rows)
+    if selected is None:
         buckets = [entry.name for entry in backend.list(place) if entry.is_folder]
     else:
-        buckets = [f"{one:06d}" for one in sorted({row // ROWS_PER_FOLDER for row in wanted})]
-    found = []
+        buckets = [
+            f"{number:06d}" for number in sorted({row // ROWS_PER_FOLDER for row in selected})
+        ]
+    keys = []
     for bucket in buckets:
         for entry in backend.list(f"{place}/{bucket}"):
             match = _NAME.fullmatch(entry.name)
-            if match is not None and (wanted is None or int(match[1]) in wanted):
-                found.append(f"{place}/{bucket}/{entry.name}")
-    return found
+            if match is not None and (selected is None or int(match[1]) in selected):
+                keys.append(f"{place}/{bucket}/{entry.name}")
+    return keys
 
 
 LOOSE = "rows"
@@ -106,19 +108,19 @@ PACKED = "packed"
 SIZES = "size"
 _SIZE_DIGITS = 12
 _MOST_ROWS = 1 << 40
-"""Each row is a file of its own at first: no place holds more."""
+"""Most rows of a set: each row is a file at first, and no filesystem holds more."""
 
 _log = logging.getLogger("gradkeep")
 
 
 class SizeRecord(Record, frozen=True):
-    """How many rows a set is to have."""
+    """Number of rows of a set."""
 
     num_rows: Count
 
 
 class RowFiles:
-    """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
+    """Growable set of rows 0 to `num_rows - 1`; the first value written for a row is final."""
 
     def __init__(
         self,
@@ -136,12 +138,12 @@ class RowFiles:
         self._known_done: set[int] = set()
         self._known_size = 0
         self._recorded: set[int] = set()
-        latest_manifest(backend, folder)  # raises if what was packed is lost
+        latest_manifest(backend, folder)  # raises if a packed version is lost
         self._refresh_packed()
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are to be; the largest size that was ever set."""
+        """Number of rows; the largest size that was ever set."""
         listed = self._backend.list(f"{self.folder}/{SIZES}")
         largest = max(numbered_files(listed, ".json", digits=_SIZE_DIGITS), default=0)
         if largest > self._known_size:
@@ -150,45 +152,67 @@ class RowFiles:
         return largest
 
     def _check_size(self, size: int) -> None:
-        """Raise `DamagedError` if the record of a size is another's under its name, as after a rename."""
+        """Raise `DamagedError` if the record of a size does not match its name, as after a rename."""
         try:
-            told = read_document(self._backend, size_key(self.folder, size), SizeRecord).num_rows
+            recorded = read_document(
+                self._backend, size_key(self.folder, size), SizeRecord
+            ).num_rows
         except (StoreError, FileNotFoundError):
-            return  # the name says it all; `verify` tells of the rest
-        if told != size:
+            return  # the name has all the information; `verify` reports the damage
+        if recorded != size:
             raise DamagedError(
-                f"a number of rows, {told}, under another's name",
+                f"the record of a size holds {recorded} instead of {size} rows",
+                code="store.misnamed_size",
                 path=self._backend.describe(size_key(self.folder, size)),
-                fix="`gradkeep verify STORE --repair` moves it aside",
+                fix="Move it aside with `gradkeep verify STORE --repair`.",
             )
 
     @_arguments.checked(StoreError)
     def grow(self, num_rows: int) -> None:
-        """Make room for more rows; never fewer."""
+        """Add rows; the number of rows never decreases.
+
+        Args:
+            num_rows: New number of rows.
+
+        Raises:
+            InvalidRowsError: The set has more rows already.
+        """
         check_size(num_rows, path=self.path)
         largest = self.num_rows
         if num_rows < largest:
             raise InvalidRowsError(
-                f"rows can only be added: {num_rows} of {largest}", path=self.path
+                "rows can only be added",
+                code="store.fewer_rows",
+                path=self.path,
+                found=f"{num_rows} rows",
+                expected=f"at least {largest}",
             )
         if num_rows > 0:
-            # Also when it is known: whoever set it may have died before it was durable.
+            # Even if it is set already: its writer may have died before it was durable.
             set_size(self._backend, self.folder, num_rows, durability=self._durability)
 
     @_arguments.checked(StoreError)
     def put(
         self, row: int, arrays: Mapping[str, Any], *, differing: Literal["raise", "keep"] = "raise"
     ) -> bool:
-        """Put one row; True if it is now the stored one, False if the row was there already.
+        """Write one row, unless it is there already.
 
-        If the row that is there has other values, `differing="raise"` raises `ConflictError`;
-        `"keep"` keeps the first and logs both digests (trainings may differ in the last bit),
-        but a different mask raises all the same.
+        Args:
+            row: The row.
+            arrays: Value of every array of the schema, `[*shape]`.
+            differing: If the stored row has other values, `raise` raises `ConflictError`; `keep` keeps the first
+                and logs both digests (trainings may differ in the last bit), but a different mask still raises.
+
+        Returns:
+            True if this row is now the stored one, False if it was there already.
+
+        Raises:
+            ConflictError: The stored row has other values.
         """
         self._check_row(row)
         ids = np.array([row], np.int64)
-        given = {name: _one_row(value) for name, value in arrays.items()}
-        rows = checked_rows(self.schema, ids, given, path=self.path)
+        batch = {name: _one_row(value) for name, value in arrays.items()}
+        rows = validate_rows(self.schema, ids, batch, path=self.path)
         stored = stored_arrays(self.schema, rows, slice(0, 1))
         packed = pack(self.schema, ids, stored, first_row=row)
         self._refresh_packed()
@@ -204,7 +228,7 @@ class RowFiles:
                         self._backend.ensure_durable([self._row_key(row)])
             if created:
                 record = record_row(self._backend, self.folder, LOOSE, row, packed.digest)
-                # Compaction may have packed and removed an earlier winner's file in between, or this
+                # Compaction may have packed and removed another process's file meanwhile, or this
                 # one before it was recorded.
                 self._refresh_packed()
                 created = row not in self._packed_ids
@@ -224,34 +248,39 @@ class RowFiles:
         differing: Literal["raise", "keep"],
     ) -> None:
         first = self.read([row])
-        unlike = [
+        differing_arrays = [
             column.array for column in first.columns if not _same(column, stored[column.array.name])
         ]
-        if not unlike:
+        if not differing_arrays:
             return
-        if differing == "raise" or any(array.kind == "mask" for array in unlike):
+        if differing == "raise" or any(array.kind == "mask" for array in differing_arrays):
             raise ConflictError(
-                f"row {row} was put before with other values; the first was kept",
+                f"row {row} is stored with other values, which were not overwritten",
+                code="store.row_differs",
                 path=self.path,
-                found=f"different {', '.join(array.name for array in unlike)}",
-                fix="check that both workers use the same code, data and seed; "
-                'differing="keep" accepts other outputs for the same mask',
+                found=f"different {', '.join(array.name for array in differing_arrays)}",
+                fix="Check that both workers use the same code, data and seed; "
+                'differing="keep" accepts other outputs for the same mask.',
             )
-        names = ", ".join(array.name for array in unlike)
-        _log.info("%s: row %d put again with other %s (%s)", self.path, row, names, digest)
+        names = ", ".join(array.name for array in differing_arrays)
+        _log.info("%s: row %d was written again with other %s (%s)", self.path, row, names, digest)
 
     @_arguments.checked(StoreError)
     def has(self, row: int) -> bool:
-        """Whether the row is done."""
+        """Return True if the row is done.
+
+        Args:
+            row: The row.
+        """
         if row in self._known_done or self._backend.exists(self._row_key(row)):
             return True
         self._refresh_packed()
         return row in self._packed_ids
 
     def done(self) -> AnyArray:
-        """The rows that are done, sorted `[D]`."""
-        # Loose first: compaction publishes before it removes, so a row that moves in between is
-        # seen in at least one of the two places.
+        """Return the rows that are done, sorted `[D]`."""
+        # List loose rows first: compaction publishes before it removes, so a row that is moved
+        # meanwhile is seen in at least one of the two places.
         loose = set(self._loose())
         self._refresh_packed()
         self._known_done = loose | self._packed_ids
@@ -259,69 +288,84 @@ class RowFiles:
 
     @property
     def packed_rows(self) -> frozenset[int]:
-        """The rows that are in packed segments."""
+        """Rows that are in packed segments."""
         self._refresh_packed()
         return frozenset(self._packed_ids)
 
     def read(
         self, rows: Any, names: Sequence[str] | None = None, *, fill: float | None = None
     ) -> Batch:
-        """These rows, in this order; a row that is not done raises `MissingRowsError`.
+        """Read rows in this order.
 
-        `fill=nan` stands in for missing rows, in float arrays only.
+        Args:
+            rows: The rows `[B]`.
+            names: Arrays to read; all by default.
+            fill: `float("nan")` to get NaN for missing rows of float arrays; by default they raise.
+
+        Returns:
+            The rows.
+
+        Raises:
+            MissingRowsError: A row is not done.
         """
-        wanted = whole_numbers(rows, path=self.path)
+        requested = whole_numbers(rows, path=self.path)
         if names is not None:
             names = _arguments.texts("names", names, error=StoreError)
         self._refresh_packed()
         if fill is not None:
             check_fill(fill, self._arrays(names), path=self.path)
-            there = np.isin(wanted, self.done())
-            found = self.read(wanted[there], names)
-            return Batch(wanted, tuple(filled(column, there) for column in found.columns))
-        batches, order = self._collect(wanted, names)
+            present = np.isin(requested, self.done())
+            batch_of_present = self.read(requested[present], names)
+            return Batch(
+                requested,
+                tuple(fill_missing(column, present) for column in batch_of_present.columns),
+            )
+        batches, order = self._collect(requested, names)
         columns = tuple(
             Column.join(array, [batch.column(array.name) for batch in batches]).take(order)
             for array in self._arrays(names)
         )
-        return Batch(wanted, columns)
+        return Batch(requested, columns)
 
     def _collect(
-        self, wanted: AnyArray, names: Sequence[str] | None
+        self, requested: AnyArray, names: Sequence[str] | None
     ) -> tuple[list[Batch], AnyArray]:
-        """Batches that hold the wanted rows, and where in them each one is."""
+        """Read batches that hold the requested rows, and return the position of each row in them."""
         batches: list[Batch] = []
-        place: dict[int, int] = {}
-        loose = sorted(set(wanted.tolist()) - self._packed_ids)
+        position_of: dict[int, int] = {}
+        loose = sorted(set(requested.tolist()) - self._packed_ids)
         if loose:
             batch = self._read_loose(loose, self._arrays(names))
             batches.append(batch)
-            place.update(zip(batch.ids.tolist(), range(len(batch.ids)), strict=True))
-            if len(place) < len(loose):
-                # Packed since we looked: the manifest is published before the file is removed.
+            position_of.update(zip(batch.ids.tolist(), range(len(batch.ids)), strict=True))
+            if len(position_of) < len(loose):
+                # Packed meanwhile: the manifest is published before the file is removed.
                 self._refresh_packed()
-        packed = sorted(set(wanted.tolist()) & self._packed_ids)
+        packed = sorted(set(requested.tolist()) & self._packed_ids)
         if packed and self._packed is not None:
             batches.append(self._packed.read(packed, names))
-            place.update(zip(packed, range(len(place), len(place) + len(packed)), strict=True))
-        missing = sorted(set(wanted.tolist()) - set(place))
+            position_of.update(
+                zip(packed, range(len(position_of), len(position_of) + len(packed)), strict=True)
+            )
+        missing = sorted(set(requested.tolist()) - set(position_of))
         if missing:
             raise MissingRowsError(
-                f"{len(missing)} of {len(wanted)} rows are not done",
+                f"{len(missing)} of {len(requested)} rows are not done",
+                code="store.unfinished_rows",
                 path=self.path,
                 found=f"no row {', '.join(map(str, missing[:5]))}"
                 + (" ..." if len(missing) > 5 else ""),
-                fix="wait for the workers, ask for rows in done(), or pass fill=nan",
+                fix="Wait for the workers, read rows of done(), or pass fill=nan.",
             )
-        return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
+        return batches, np.array([position_of[row] for row in requested.tolist()], np.int64)
 
     def _read_loose(self, rows: Sequence[int], arrays: Sequence[Array]) -> Batch:
-        """The rows that have files of their own, verified; those whose file is gone are left out."""
+        """Read and verify rows that have their own files; rows without a file are left out."""
         ids: list[int] = []
         columns: list[list[Column]] = [[] for _ in arrays]
         for row in rows:
             try:
-                # There can be millions of them: what is remembered of each would add up.
+                # There can be millions of files: do not remember each one as verified.
                 key = self._row_key(row)
                 segment = Segment(self._backend, key, verify=self._verify, remember=False)
             except FileNotFoundError:
@@ -330,9 +374,10 @@ class RowFiles:
                 other = segment.schema_hash != self.schema.hash
                 if other or segment.small("ids").tolist() != [row]:
                     raise DamagedError(
-                        "this file is not the row its name says",
+                        "the file holds another row than its name",
+                        code="store.misnamed_row",
                         path=segment.path,
-                        fix="`gradkeep verify STORE --repair` moves it aside",
+                        fix="Move it aside with `gradkeep verify STORE --repair`.",
                     )
                 for array, parts in zip(arrays, columns, strict=True):
                     parts.append(segment.column(array))
@@ -342,16 +387,23 @@ class RowFiles:
 
     @_arguments.checked(StoreError)
     def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
-        """Move done rows from their own files into packed segments; returns how many moved.
+        """Move finished rows from their own files into packed segments.
 
-        Readers may read and writers may put meanwhile, and several processes may compact. Full
-        files only, unless `partial`. A kill at any moment leaves every row readable.
+        Other processes may read, write and compact at the same time. A kill at any moment leaves every row
+        readable.
+
+        Args:
+            rows_per_file: Rows of each packed segment.
+            partial: Also pack the remaining rows that do not fill a segment.
+
+        Returns:
+            Number of rows moved.
         """
         _arguments.count("rows_per_file", rows_per_file, error=InvalidRowsError, least=1)
         moved = 0
         waiting: list[int] | None = None
         while True:
-            # The manifest first: what it packs must be known when rows are chosen to be packed.
+            # Read the manifest before choosing rows, to know which are packed already.
             newest = latest_manifest(self._backend, self.folder)
             if newest is not None:
                 ensure_recorded(self._backend, self.folder, newest, durability=self._durability)
@@ -361,30 +413,29 @@ class RowFiles:
             key = f"{self.folder}/{file}"
             rows: list[int] | None = None
             if not self._backend.exists(key):
-                # Listed once, not for every file: a listing grows with all the rows that wait.
+                # List once, not for every file: the cost of a listing grows with the loose rows.
                 stale, waiting = waiting is not None, self._waiting(waiting)
                 rows = self._next_rows(waiting, rows_per_file)
                 if not rows or (len(rows) < rows_per_file and not partial):
                     if not stale:
                         return moved
-                    waiting = None  # others may have put rows since
+                    waiting = None  # other processes may have written rows meanwhile
                     continue
                 packed = pack_batch(self.schema, self.read(rows), first_row=0)
                 try:
                     self._backend.put_if_absent(key, packed.parts, durability=self._durability)
                 except ConflictError:  # another process packed other rows under this number
                     rows = None
-            # Whoever finds a packed file that no manifest names yet, finishes the work of the one
-            # that wrote it.
+            # A packed file that no manifest lists is published by the next process that sees it.
             if not self._adopt(newest, file, written_here=rows is not None) or rows is None:
-                waiting = None  # others compact as well: look again at what is left
+                waiting = None  # other processes compact too: list again
                 continue
             moved += len(rows)
             self._refresh_packed()
             self._remove_own_files(rows)
 
     def _waiting(self, known: list[int] | None) -> list[int]:
-        """The rows that have files of their own, last first; surplus files are removed."""
+        """Return the rows that have their own files, last first; remove redundant files."""
         if known is not None:
             return known
         loose = sorted(self._loose(), reverse=True)
@@ -392,7 +443,7 @@ class RowFiles:
         return loose
 
     def _next_rows(self, waiting: list[int], count: int) -> list[int]:
-        """The next rows that no version packs, this process's or another's."""
+        """Take the next rows that no version packs."""
         rows: list[int] = []
         while waiting and len(rows) < count:
             row = waiting.pop()
@@ -401,14 +452,14 @@ class RowFiles:
         return rows
 
     def _adopt(self, newest: Manifest | None, file: str, *, written_here: bool) -> bool:
-        """Publish a version with one more packed file; False if another process was first."""
+        """Publish a version with one more packed file; return False if another process was first."""
         with contextlib.closing(Segment(self._backend, f"{self.folder}/{file}")) as segment:
             damage = segment.check_everything()
             if damage:
                 raise damage[0]
             entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
         if self._durability == "full" and not written_here:
-            # Whoever wrote it may have died before its fsync, and its rows' own files go next.
+            # Its writer may have died before its fsync, and the rows' own files are removed next.
             self._backend.ensure_durable([f"{self.folder}/{file}"])
         manifest = (newest or no_version(self.schema)).with_more([entry])
         try:
@@ -418,10 +469,10 @@ class RowFiles:
         return True
 
     def _remove_own_files(self, rows: Sequence[int]) -> None:
-        """Remove the own files of rows that the manifest says are packed."""
+        """Remove the own files of rows that the manifest lists as packed."""
         surplus = [self._row_key(row) for row in rows if row in self._packed_ids]
         if surplus and self._packed is not None and self._durability == "full":
-            # Gone if a later version came and gc ran, which saw to that one.
+            # Missing if gc removed it after a later version, which gc made durable.
             with contextlib.suppress(FileNotFoundError):
                 manifest = manifest_key(self.folder, self._packed.version)
                 self._backend.ensure_durable([manifest])
@@ -437,21 +488,21 @@ class RowFiles:
             return
         if latest_manifest(self._backend, self.folder) is None:
             return
-        found = Block(self._backend, self.folder, verify=self._verify)
+        packed = Block(self._backend, self.folder, verify=self._verify)
         before = () if known is None else known.manifest.segments
-        entries = found.manifest.segments
+        entries = packed.manifest.segments
         if entries[: len(before)] == before:
-            # Only what came since: reading all ids for every file that is packed adds up.
-            self._packed_ids |= set(found.ids_of(entries[len(before) :]).tolist())
+            # Read the ids of new segments only.
+            self._packed_ids |= set(packed.ids_of(entries[len(before) :]).tolist())
         else:
-            self._packed_ids = set(found.ids.tolist())
-        self._packed = found
+            self._packed_ids = set(packed.ids.tolist())
+        self._packed = packed
 
     def _loose(self) -> Iterator[int]:
         for bucket in self._buckets(LOOSE):
             listed = self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}")
             rows = numbered_files(listed, SUFFIX, digits=1)
-            # A row in another's folder would not be found when it is read.
+            # A row in a wrong folder could not be read.
             yield from (row for row in rows if row // ROWS_PER_FOLDER == bucket)
 
     def _buckets(self, kind: str) -> list[int]:
@@ -466,9 +517,11 @@ class RowFiles:
         total = self.num_rows
         if row >= total:
             raise InvalidRowsError(
-                f"there is no row {row}, only 0 to {total - 1}",
+                f"there is no row {row}",
+                code="store.no_such_row",
                 path=self.path,
-                fix="call grow() to make room for more rows",
+                expected=f"rows from 0 to {total - 1}",
+                fix="Call grow() to add rows.",
             )
 
     def _arrays(self, names: Sequence[str] | None) -> list[Any]:
@@ -476,29 +529,30 @@ class RowFiles:
 
 
 def drop_packed_file(backend: Backend, folder: str, key: str) -> bool:
-    """Publish a version without a packed file that is gone, so that its rows are made again."""
+    """Publish a version without a missing packed file, so that its rows are computed again."""
     newest = latest_manifest(backend, folder)
     segments = () if newest is None else newest.segments
-    kept = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
-    if newest is None or kept == segments:
+    remaining = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
+    if newest is None or remaining == segments:
         return False
-    publish_manifest(backend, folder, newest.next_version(kept), durability="full")
+    publish_manifest(backend, folder, newest.next_version(remaining), durability="full")
     return True
 
 
 def check_size(num_rows: int, *, path: str) -> None:
-    """Raise `InvalidRowsError` unless so many rows can be asked for."""
+    """Raise `InvalidRowsError` unless this is a valid number of rows."""
     whole = isinstance(num_rows, int | np.integer) and not isinstance(num_rows, bool)
     if not whole or not 0 <= num_rows <= _MOST_ROWS:
         raise InvalidRowsError(
             f"the number of rows must be from 0 to {_MOST_ROWS}",
+            code="store.invalid_num_rows",
             path=path,
             found=repr(num_rows)[:60],
         )
 
 
 def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:
-    """Record a new number of rows; of several, the largest counts."""
+    """Record a new number of rows; the largest record counts."""
     data = to_bytes(SizeRecord(num_rows=int(num_rows)))
     backend.put_if_absent(size_key(folder, num_rows), [data], durability=durability)
     xxh3 = xxhash.xxh3_128_hexdigest(data)
@@ -506,12 +560,11 @@ def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durabi
 
 
 def size_key(folder: str, num_rows: int) -> str:
-    """The name of the record of a number of rows."""
     return f"{folder}/{SIZES}/{num_rows:0{_SIZE_DIGITS}d}.json"
 
 
 def _one_row(value: Any) -> Any:
-    """A single row's value as a batch of one."""
+    """Return a single row's value as a batch of one."""
     if isinstance(value, Ragged):
         return value
     if hasattr(value, "detach"):
@@ -520,7 +573,7 @@ def _one_row(value: Any) -> Any:
 
 
 def _same(column: Column, stored: StoredArray) -> bool:
-    """Whether a stored row has the very bits of another one."""
+    """Return True if a stored row has the same bits."""
     encoded = stored.encoded
     pairs = (
         (column.values, encoded.values),

@@ -1,7 +1,7 @@
-"""Rows written by many processes: claimed, computed, put or failed.
+"""Rows written by many processes: claimed, computed, then finished or failed.
 
-A worker claims rows (advisory), computes them, and puts each; a row that fails is recorded with its
-traceback and tried again, but not for ever.
+A worker claims rows (advisory), computes them, and writes each. A failed row is recorded with its
+traceback and retried a limited number of times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RowStateName = Literal["pending", "leased", "done", "failed"]
 FAILED = "failed"
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
-"""Bytes of an error's text that are kept: half of them from its beginning, half from its end."""
+"""Most bytes of an error's text that are stored: half from its beginning, half from its end."""
 
 
 class FailureRecord(Record, frozen=True):
@@ -57,22 +57,35 @@ class FailureRecord(Record, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What is known about one row."""
+    """State of one row.
+
+    Attributes:
+        row: The row.
+        state: `pending`, `leased`, `done` or `failed`.
+        attempts: Number of failed attempts.
+        owner: Owner of the lease.
+        expires: End of the lease, in seconds since the epoch.
+        error: Traceback of the last failed attempt.
+    """
 
     row: int
     state: RowStateName
     attempts: int = 0
-    """How many attempts failed so far."""
     owner: str | None = None
-    """Who holds the lease."""
     expires: float | None = None
     error: str | None = None
-    """The traceback of the last failed attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """How many rows of a set are in each state."""
+    """Number of rows of a set in each state.
+
+    Attributes:
+        done: Finished rows.
+        leased: Rows that a worker holds.
+        failed: Rows that failed too often.
+        pending: All others.
+    """
 
     done: int
     leased: int
@@ -86,7 +99,10 @@ class RowCounts:
 
 
 class Rows(RowFiles):
-    """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
+    """Growable set of rows 0 to `num_rows - 1` that many processes compute; see `Store.rows`.
+
+    The first value written for a row is final.
+    """
 
     def claim(
         self,
@@ -96,14 +112,23 @@ class Rows(RowFiles):
         count: int = 1,
         max_attempts: int = 3,
     ) -> list[Lease]:
-        """Up to `count` rows that are neither done, leased nor failed too often.
+        """Lease up to `count` rows that are neither done, leased nor failed too often.
 
-        Workers begin their search at different rows, so that they seldom meet.
+        Workers start their search at different rows, so that they rarely compete.
+
+        Args:
+            owner: Name of the worker; host and process id by default.
+            seconds: Lease timeout in seconds.
+            count: Most rows to lease.
+            max_attempts: Failed attempts after which a row is not leased any more.
+
+        Returns:
+            The leases; empty if no row is free.
         """
         _arguments.count("count", count, error=InvalidRowsError, least=1)
         _arguments.count("max_attempts", max_attempts, error=InvalidRowsError, least=1)
         seconds = _arguments.number("seconds", seconds, error=StoreError)
-        # Any text, as a broken host name has it too.
+        # Any text, since broken host names occur.
         _arguments.instance("owner", owner, (str, type(None)), error=StoreError)
         owner = default_owner() if owner is None else owner
         total = self.num_rows
@@ -116,7 +141,7 @@ class Rows(RowFiles):
         first = start // ROWS_PER_FOLDER
         for bucket in (*range(first, buckets), *range(first)):
             low, high = bucket * ROWS_PER_FOLDER, min(total, (bucket + 1) * ROWS_PER_FOLDER)
-            # Of the first bucket, the rows from the start on come first.
+            # In the first bucket, begin at the start row.
             rows = [*range(max(low, start), high), *range(low, min(start, high))]
             if bucket != first:
                 rows = list(range(low, high))
@@ -125,7 +150,7 @@ class Rows(RowFiles):
                     taken.append(lease)
                     if len(taken) == count:
                         return taken
-            except BaseException:  # a full disk, say: the caller never learns of these
+            except BaseException:  # a full disk, for example: the caller never sees these leases
                 for lease in taken:
                     self.release(lease)
                 raise
@@ -166,12 +191,27 @@ class Rows(RowFiles):
 
     @_arguments.checked(StoreError)
     def renew(self, lease: Lease, *, seconds: float = 600.0) -> Lease:
-        """A later end for a lease: a worker's sign of life."""
+        """Extend a lease.
+
+        Args:
+            lease: The lease.
+            seconds: New timeout in seconds from now.
+
+        Returns:
+            The new lease.
+
+        Raises:
+            LeaseLostError: Another worker has taken the row.
+        """
         return renew_lease(self._backend, self.folder, lease, seconds=seconds)
 
     @_arguments.checked(StoreError)
     def release(self, lease: Lease) -> None:
-        """Give a row back without having done it."""
+        """End a lease without a result.
+
+        Args:
+            lease: The lease.
+        """
         release_lease(self._backend, self.folder, lease)
 
     @_arguments.checked(StoreError)
@@ -182,50 +222,84 @@ class Rows(RowFiles):
         *,
         differing: Literal["raise", "keep"] = "keep",
     ) -> bool:
-        """Put the leased row and end the lease."""
+        """Write the leased row and end the lease.
+
+        Args:
+            lease: The lease.
+            arrays: Value of every array of the schema, `[*shape]`.
+            differing: As for `put`.
+
+        Returns:
+            True if this row is now the stored one, False if it was there already.
+        """
         created = self.put(lease.row, arrays, differing=differing)
         release_lease(self._backend, self.folder, lease)
         return created
 
     @_arguments.checked(StoreError)
     def fail(self, lease: Lease, error: BaseException | str) -> None:
-        """Record a failed attempt with its traceback and end the lease."""
+        """Record a failed attempt with its traceback and end the lease.
+
+        Args:
+            lease: The lease.
+            error: The exception, or its text.
+        """
         text = error if isinstance(error, str) else _traceback(error)
         record = FailureRecord(row=lease.row, owner=lease.owner, error=shortened(text))
-        # Named by the lease's token: two workers that fail the same row are two attempts.
+        # Named by the lease's token: failures of two workers are two attempts.
         name = f"{lease.row}-{lease.token}.json"
         key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
         data = to_bytes(record)
         self._backend.put_if_absent(key, [data], durability=self._durability)
         digest = xxhash.xxh3_128_hexdigest(data)
         recorded = record_row(self._backend, self.folder, FAILED, lease.row, digest)
-        if not self._backend.exists(key):  # forgotten by `retry` before it was recorded
+        if not self._backend.exists(key):  # deleted by `retry` before it was recorded
             self._backend.delete([recorded], durability="process")
         release_lease(self._backend, self.folder, lease)
 
     @_arguments.checked(StoreError)
     def retry(self, rows: Iterable[int] | None = None) -> int:
-        """Forget failed attempts (of all rows, or these), so that they are tried again."""
+        """Delete failed attempts, so that the rows are tried again.
+
+        Args:
+            rows: The rows; all by default.
+
+        Returns:
+            Number of deleted attempts.
+        """
         listed: Any = rows if rows is None or hasattr(rows, "shape") else list(rows)
-        wanted = None if rows is None else set(whole_numbers(listed, path=self.path).tolist())
+        selected = None if rows is None else set(whole_numbers(listed, path=self.path).tolist())
         keys = []
         for bucket in self._buckets(FAILED):
             for row, names in self._failures(bucket).items():
-                if wanted is None or row in wanted:
+                if selected is None or row in selected:
                     keys += [f"{self.folder}/{FAILED}/{bucket:06d}/{name}" for name in names]
-        records = row_records(self._backend, self.folder, FAILED, wanted)
+        records = row_records(self._backend, self.folder, FAILED, selected)
         self._backend.delete(records, durability=self._durability)
         return self._backend.delete(keys, durability=self._durability)
 
     @_arguments.checked(StoreError)
     def states(self, *, max_attempts: int = 3) -> list[RowState]:
-        """The state of every row, in order; of very many, `counts()` tells how many are in each."""
+        """List the state of every row in order.
+
+        Args:
+            max_attempts: Failed attempts after which a row counts as failed.
+
+        Returns:
+            One state per row.
+
+        Raises:
+            InvalidRowsError: The set is too large; use `counts`.
+        """
         total = self.num_rows
         if total > _MOST_STATES:
             raise InvalidRowsError(
-                f"there are too many rows to tell of each: {total} of {_MOST_STATES}",
+                "the set is too large to list the state of every row",
+                code="store.too_many_states",
                 path=self.path,
-                fix="counts() tells how many are done, leased, failed and pending",
+                found=f"{total} rows",
+                expected=f"at most {_MOST_STATES}",
+                fix="Use counts().",
             )
         done = set(self.done().tolist())
         leases, failures = self._held(), self._all_failures()
@@ -236,7 +310,14 @@ class Rows(RowFiles):
 
     @_arguments.checked(StoreError)
     def counts(self, *, max_attempts: int = 3) -> RowCounts:
-        """How many rows are in each state; costs the files that are there, not the rows to come."""
+        """Count the rows in each state; the cost depends on the existing files, not on `num_rows`.
+
+        Args:
+            max_attempts: Failed attempts after which a row counts as failed.
+
+        Returns:
+            The counts.
+        """
         total = self.num_rows
         done = {row for row in self.done().tolist() if row < total}
         leased = {row for row in self._held() if row < total} - done
@@ -247,7 +328,7 @@ class Rows(RowFiles):
         return RowCounts(len(done), len(leased), len(failed), pending)
 
     def _record_bucket(self, bucket: int) -> None:
-        """Record what was put by processes that died before they could, or by earlier versions."""
+        """Record rows of processes that died before recording them, or of earlier versions."""
         if bucket in self._recorded:
             return
         self._recorded.add(bucket)
@@ -269,9 +350,9 @@ class Rows(RowFiles):
             for name in names:
                 with contextlib.suppress(StoreError, FileNotFoundError):
                     key = f"{self.folder}/{FAILED}/{bucket:06d}/{name}"
-                    note = read_document(backend, key, FailureRecord)
-                    if note.digest not in digests:
-                        record_row(backend, self.folder, FAILED, row, str(note.digest))
+                    failure = read_document(backend, key, FailureRecord)
+                    if failure.digest not in digests:
+                        record_row(backend, self.folder, FAILED, row, str(failure.digest))
 
     def _held(self) -> dict[int, Lease]:
         leases: dict[int, Lease] = {}
@@ -312,24 +393,24 @@ class Rows(RowFiles):
         try:
             return read_document(self._backend, key, FailureRecord).error
         except FileNotFoundError:
-            return "forgotten meanwhile, so that the row is tried again"
+            return "deleted meanwhile by retry()"
 
     def _failures(self, bucket: int) -> dict[int, list[str]]:
-        found: dict[int, list[tuple[float, str]]] = {}
+        names_of_row: dict[int, list[tuple[float, str]]] = {}
         for entry in self._backend.list(f"{self.folder}/{FAILED}/{bucket:06d}"):
             row = entry.name.partition("-")[0]
             if is_number(row, digits=1) and int(row) // ROWS_PER_FOLDER == bucket:
-                found.setdefault(int(row), []).append((entry.modified, entry.name))
-        return {row: [name for _, name in sorted(named)] for row, named in found.items()}
+                names_of_row.setdefault(int(row), []).append((entry.modified, entry.name))
+        return {row: [name for _, name in sorted(named)] for row, named in names_of_row.items()}
 
 
 def hash_owner(owner: str) -> int:
-    """Where a worker begins its search."""
+    """Hash the name of a worker, to spread the first rows of workers."""
     return int(xxhash.xxh3_64_intdigest(owner.encode("utf-8", "backslashreplace")))
 
 
 def shortened(text: str) -> str:
-    """An error's text as it is kept: without lone surrogates, and its middle left out if it is long.
+    """Shorten an error's text: without lone surrogates, and without its middle if it is long.
 
     >>> len(shortened("x" * 10**6)) < LONGEST_ERROR + 100
     True
@@ -340,11 +421,11 @@ def shortened(text: str) -> str:
         cut = cut.encode("utf-8", "backslashreplace").decode()
         if len(json.dumps(cut, ensure_ascii=False).encode()) <= LONGEST_ERROR + 2:
             return cut
-        most = most * 3 // 4  # wide letters and line breaks take more than a byte
+        most = most * 3 // 4  # non-ASCII characters and line breaks take more than a byte
 
 
 def _traceback(error: BaseException) -> str:
     try:
         return "".join(tracebacks.format_exception(error))
-    except Exception as unprintable:  # a broken __str__ must not hide that there was an error
+    except Exception as unprintable:  # a broken __str__ must not hide the error
         return f"{type(error).__name__}, which cannot be shown: {type(unprintable).__name__}"
