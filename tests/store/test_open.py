@@ -76,7 +76,7 @@ def test_an_edited_identity_is_noticed(tmp_path):
 
 
 def test_unknown_durability_is_refused(tmp_path):
-    with pytest.raises(gk.GradkeepError, match="^durability must be"):
+    with pytest.raises(gk.GradkeepError, match=r"^durability must be"):
         gk.open(tmp_path, durability="some")
 
 
