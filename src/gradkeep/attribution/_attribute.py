@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution._question import Scorer
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
     from gradkeep.query._planner import QueryPlan
@@ -176,7 +176,7 @@ def attribute(
     ids: Any = None,
     run: str | Sequence[str] = "main",
     name: str = "main",
-    compute: ComputeWish = None,
+    compute: ComputeSpec = None,
     memory_budget: float | str | None = None,
     per_layer: bool = False,
     subsets: Any = None,

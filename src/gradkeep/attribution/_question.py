@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Block, Store
@@ -155,7 +155,7 @@ class AttributionQuestion:
     positions: Ids
     """Positions `[Q]` of the queries in their captures."""
     layers: LayerChoice = None
-    compute: ComputeWish = None
+    compute: ComputeSpec = None
     memory_budget: float | str | None = None
     per_layer: bool = False
     report: Callable[[str], None] = field(default=lambda doing: None, repr=False)

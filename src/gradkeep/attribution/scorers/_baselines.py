@@ -57,7 +57,7 @@ RANDOM = Method(
     "nothing but the ids of both splits",
     "Q x N random numbers",
     exact=True,
-    reference="the baseline that says what chance looks like",
+    reference="the baseline of chance",
     prepare=_prepare_random,
     options=RandomOptions,
     whitened=True,
@@ -103,7 +103,7 @@ LABEL_MATCH = Method(
     "labels of both splits",
     "Q x N comparisons",
     exact=True,
-    reference="the baseline that knows nothing but labels",
+    reference="the baseline of labels alone",
     prepare=_prepare_label_match,
     whitened=True,
 )

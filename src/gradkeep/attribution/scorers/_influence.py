@@ -292,9 +292,9 @@ class _RecordingModel(nn.Module):
 class _ConstantModel(nn.Module):
     """Model that returns a fixed output."""
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, output: Any) -> None:
         super().__init__()
-        self.output = answer
+        self.output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
