@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._budgets import format_bytes
-from gradkeep.attribution._row_features import KeptRows
+from gradkeep.attribution._row_features import RowStorage
 from gradkeep.curvature._feature_solvers import dual, primal, relative_damping
 from gradkeep.errors import AttributionError, BudgetError
 
@@ -153,7 +153,7 @@ def test_dual_and_primal_are_the_same(rows, dim, seed, damping):
     x = torch.randn(rows, dim, generator=generator)
     g = torch.randn(3, dim, generator=generator)
     weight, pull = torch.rand(2, rows, generator=generator) + 0.1
-    one = primal(KeptRows.of(x), weight=weight, pull=pull, damping=damping)(g)
+    one = primal(RowStorage.of(x), weight=weight, pull=pull, damping=damping)(g)
     other = dual(x @ x.T, weight=weight, pull=pull, damping=damping)(g @ x.T)
     a = x.double()
     inverse = torch.linalg.inv(a.T @ (weight.unsqueeze(1) * a) + damping * torch.eye(dim))

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._row_features import KeptRows
+from gradkeep.attribution._row_features import RowStorage
 from gradkeep.curvature import _cholesky as tiled
 from gradkeep.curvature import _conjugate as products
 from gradkeep.curvature._cholesky import CholeskyFactor, Solution, summed_up
@@ -267,7 +267,7 @@ def test_projections_on_disk_give_the_same_scores(make_world):
 @settings(max_examples=40, deadline=None)
 def test_kept_rows_are_read_as_they_were_written(count, dim, limit, step):
     values = torch.randn(count, dim)
-    rows = KeptRows(count, dim, limit=limit)
+    rows = RowStorage(count, dim, limit=limit)
     for start in range(0, count, step):
         rows.put(start, values[start : start + step])
     assert rows.held == (4 * count * dim <= limit)

@@ -328,7 +328,7 @@ def test_outputs_are_what_their_names_say():
     assert margins(examples, dtype="float16")(model).dtype == np.float16
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "AdamW", torch.optim.AdamW])
+@pytest.mark.parametrize("optimizer", ["adamw", "AdamW", torch.optim.AdamW], ids=str)
 def test_optimizers_are_accepted_by_name_in_any_case_and_by_class(optimizer):
     x, y = torch.eye(4), torch.tensor([0, 1, 0, 1])
     training = Training(lambda: torch.nn.Linear(4, 2), epochs=1, optimizer=optimizer, lr=0.01)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
 
 
 UNLESS_SAID = 2 << 30
@@ -36,7 +36,7 @@ class WeightedKernel:
     weight: Tensor
     """`[N]`, above zero"""
     damping: float
-    compute: ComputeWish = None
+    compute: ComputeSpec = None
     memory_budget: float | str | None = None
     report: Callable[[str], None] = lambda doing: None
     """Is told what is being done, from time to time."""
@@ -58,7 +58,7 @@ class WeightedKernel:
 
 
 def lower_rows(
-    train: Gradients, start: int, stop: int, compute: ComputeWish, memory_budget: int
+    train: Gradients, start: int, stop: int, compute: ComputeSpec, memory_budget: int
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Products of rows `start` to `stop` with all rows before `stop`: (row, first column, `[b, n]`)."""
     engine = ProductEngine(

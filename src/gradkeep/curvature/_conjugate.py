@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradkeep.curvature._cholesky import CholeskyFactor, ParameterSolver, WeightedKernel
     from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
 
 
 _NEGLIGIBLE = 1e-6
@@ -195,7 +195,7 @@ class KernelProducts:
     train: Gradients
     paired: tuple[str, ...]
     moved: tuple[str, ...]
-    compute: ComputeWish = None
+    compute: ComputeSpec = None
 
     @property
     def moved_values(self) -> int:
@@ -246,7 +246,7 @@ def only_layers(gradients: Gradients, layers: tuple[str, ...]) -> Gradients:
     return dataclasses.replace(gradients, forms={name: gradients.forms[name] for name in layers})
 
 
-def pair_seconds(train: Gradients, compute: ComputeWish, memory_budget: int) -> dict[str, float]:
+def pair_seconds(train: Gradients, compute: ComputeSpec, memory_budget: int) -> dict[str, float]:
     """Predicted seconds of the products of all pairs of rows, each pair once, by layer."""
     engine = ProductEngine(
         [GradientPair(train, train)], compute=compute, memory_budget=memory_budget, answer=0
@@ -271,7 +271,7 @@ def moved_seconds(train: Gradients, vectors: int) -> dict[str, float]:
 def cheapest_products(
     train: Gradients,
     vectors: int,
-    compute: ComputeWish,
+    compute: ComputeSpec,
     pairs: Mapping[str, float],
 ) -> tuple[KernelProducts, float]:
     """The cheapest way for each layer with so many vectors, and its predicted seconds."""
