@@ -1,5 +1,6 @@
 """Cost of a capture before it runs: bytes per row, seconds and memory, from shapes and one timed
-sample."""
+sample.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, I
 
 def _among(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
     """Return the range of batches with samples of `[start, stop)`, and the place of the first
-    one."""
+    one.
+    """
     ends = np.cumsum(sizes)
     first = int(np.searchsorted(ends, start, side="right"))
     last = int(np.searchsorted(ends, stop, side="left")) + 1
@@ -170,7 +171,8 @@ def _iter_with_indices(loader: Any, places: Sequence[Any]) -> Iterator[Any]:
 
 def _is_sliced(loader: Any) -> bool:
     """Return True if the batches are consecutive slices of tensors, by torch's own classes
-    alone."""
+    alone.
+    """
     data = loader.dataset
     return (
         type(loader) is DataLoader
@@ -222,7 +224,8 @@ class LoaderOrder:
 
     def iter_checked(self) -> Iterator[Any]:
         """Iterate over the batches of a pass; raise before the first one if it begins
-        differently."""
+        differently.
+        """
         delivered = iter_batches(self.loader, self.places)
         begin = list(itertools.islice(delivered, len(self.first_digests)))
         for before, batch in zip(self.first_digests, begin, strict=False):

@@ -602,7 +602,8 @@ class _Planner:
 
     def _capture_memory(self, cost: CaptureCost) -> float:
         """Return the peak bytes of a capture; with a budget, of no more samples at once than
-        fit."""
+        fit.
+        """
         at_once = self.batch
         if not cost.coordinates:
             at_once = min(at_once, rows_at_once(self.shaped.prepared, self.shaped.rows))

@@ -253,7 +253,8 @@ class _RuleSearch:
 
     def _try_spread(self, unit: LayerUnit, gradient: Tensor) -> bool:
         """Expand the unit's output to all samples, if that changes neither the target nor the
-        gradient."""
+        gradient.
+        """
         rule = dataclasses.replace(unit, axis="shared")
         alone = dataclasses.replace(self.tracer, units=[rule])
         try:

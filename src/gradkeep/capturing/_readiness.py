@@ -381,7 +381,8 @@ def has_active_dropout(model: nn.Module) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters, or its execution device if they are
-    offloaded."""
+    offloaded.
+    """
     for parameter in model.parameters():
         return (execution_device(model) if parameter.is_meta else None) or parameter.device
     raise CaptureError(
@@ -438,7 +439,8 @@ def _check_precision(model: nn.Module) -> None:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that was passed to `torch.compile`, whose layers have their original
-    names."""
+    names.
+    """
     own = getattr(model, "_orig_mod", None)
     return own if isinstance(own, torch.nn.Module) else model
 
@@ -471,7 +473,8 @@ class _NonReentrantCheckpoint:
 @dataclass(slots=True)
 class _EagerState:
     """Changes to torch itself, and the number of threads that use them; the last one restores
-    torch."""
+    torch.
+    """
 
     users: int = 0
     switched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -290,7 +290,8 @@ class LossProbe(TorchFunctionMode):
         self, loss: Tensor, edges: list[GradientEdge], axes: list[SampleAxis]
     ) -> tuple[float, float]:
         """Return the largest second derivative at the probed sample's outputs, and at all
-        others'."""
+        others'.
+        """
         first = torch.autograd.grad(
             loss, edges, create_graph=True, retain_graph=True, allow_unused=True
         )

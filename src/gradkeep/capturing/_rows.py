@@ -200,7 +200,8 @@ class GradientMaker(RowMaker):
 @dataclass(slots=True, eq=False, kw_only=True)
 class LossMaker(RowMaker):
     """Compute rows of losses, outputs, labels, predictions and probabilities, in one forward
-    pass."""
+    pass.
+    """
 
     model: nn.Module
     task: Task
@@ -235,7 +236,8 @@ class LossMaker(RowMaker):
 @dataclass(slots=True, eq=False)
 class RowFeed:
     """Compute the rows that a writer needs, in parts if they do not fit in memory, and append
-    them."""
+    them.
+    """
 
     writer: Writer
     maker: RowMaker
@@ -393,7 +395,8 @@ def _first_outputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, torch.Te
 
 def _embeddings(outputs: dict[str, torch.Tensor], rows: int) -> Values:
     """Return one vector `[B, D]` per sample: the mean over pixels `[B, D, ...]` or tokens `[B, T,
-    D]`."""
+    D]`.
+    """
     values = {}
     for name, output in outputs.items():
         if output.dim() < 2 or len(output) != rows:
@@ -424,7 +427,8 @@ class RowAlarms:
 
     def check_batch(self, ids: IdArray, values: Values, layers: Sequence[LayerStorage]) -> None:
         """Raise for NaN and infinity, which would spoil every score; count zero and tiny
-        gradients."""
+        gradients.
+        """
         _check_finite("loss", ids, np.isfinite(values["loss"]))
         if not layers:
             return

@@ -230,7 +230,8 @@ class PassCount:
 
     def saving(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd saves, holding its storage so that addresses are not
-        reused."""
+        reused.
+        """
         if _storage(tensor) not in self._weights:
             self._saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor

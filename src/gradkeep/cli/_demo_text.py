@@ -1,5 +1,6 @@
 """The story of the demo in words: false sentences are planted in documents, and found by what they made
-a small language model say."""
+a small language model say.
+"""
 
 from __future__ import annotations
 

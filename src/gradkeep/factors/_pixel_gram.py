@@ -51,7 +51,8 @@ def gram_tile(
     form: Convolution, queries: int, train: int, *, itemsize: int, scratch: int
 ) -> tuple[int, int]:
     """How many queries and others meet at a time: about four temporaries of all pairs of pixels,
-    and the pixels of both sides laid out anew, twice where strides part them."""
+    and the pixels of both sides laid out anew, twice where strides part them.
+    """
     pairs = min(scratch // 8, CACHED) // itemsize // max(phase_pixels(form), form.positions) ** 2
     each = 2 * itemsize * (form.channels * math.prod(form.size) + form.filters * form.positions)
     wide = max(1, min(train, pairs, scratch // 4 // each))

@@ -87,7 +87,8 @@ class LanguageModeling(Task):
 
     def trained_as(self) -> str:
         """Return the description of the task without a span, which training rows are captured
-        with."""
+        with.
+        """
         return self.describe() if self.span is None else replace(self, span=None).describe()
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:

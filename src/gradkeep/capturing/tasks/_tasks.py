@@ -123,7 +123,8 @@ class Task(abc.ABC):
 
     def trained_as(self) -> str:
         """Return the description of the task that training rows are captured with; queries may use
-        another."""
+        another.
+        """
         return self.describe()
 
 
@@ -203,7 +204,8 @@ def holds_numbers(tensor: torch.Tensor) -> bool:
 
 def find_logits(answer: Any) -> torch.Tensor:
     """Return the logits of a model's output: a tensor, `.logits`, `["logits"]`, or the first of a
-    tuple."""
+    tuple.
+    """
     logits = getattr(answer, "logits", answer)
     if isinstance(answer, Mapping) and "logits" in answer:
         logits = answer["logits"]
@@ -221,7 +223,8 @@ def find_logits(answer: Any) -> torch.Tensor:
 
 def split_labels(batch: Any, names: tuple[str, ...]) -> tuple[Any, torch.Tensor]:
     """Split a batch into (inputs, labels): the last of a tuple, or the first of `names` in a
-    dict."""
+    dict.
+    """
     if isinstance(batch, Mapping):
         for name in names:
             if name in batch:

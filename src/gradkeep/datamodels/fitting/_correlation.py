@@ -22,7 +22,8 @@ _AT_ONCE = 100
 class Correlation:
     """The correlation of predicted and true outputs over models: `value`, `low`, `high` `[t]`, and
     their mean over targets. A constant prediction of a target that varies counts as 0; where the
-    output itself is constant there is nothing to predict: NaN, and left out of the mean."""
+    output itself is constant there is nothing to predict: NaN, and left out of the mean.
+    """
 
     value: AnyArray
     low: AnyArray

@@ -36,7 +36,8 @@ _MOST_ROWS = 1024
 @dataclass(frozen=True, slots=True)
 class FitLayout:
     """Whether the counts lie in memory and the matrix is made whole; how many targets are solved
-    together; how many rows a panel and how many examples a working set may have."""
+    together; how many rows a panel and how many examples a working set may have.
+    """
 
     in_memory: bool
     targets: int

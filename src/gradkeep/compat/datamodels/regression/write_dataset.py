@@ -1,4 +1,4 @@
-"""`python -m ...regression.write_dataset --cfg.data_dir DIR --cfg.out_path FILE --cfg.y_name NAME`"""
+"""`python -m ...regression.write_dataset --cfg.data_dir DIR --cfg.out_path FILE --cfg.y_name NAME`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ...training.initialize_store --logging.logdir=DIR --logging.spec=FILE`"""
+"""`python -m ...training.initialize_store --logging.logdir=DIR --logging.spec=FILE`."""
 
 from __future__ import annotations
 

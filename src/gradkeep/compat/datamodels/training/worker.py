@@ -1,4 +1,4 @@
-"""`python -m ...training.worker --worker.index=I --worker.main_import=MODULE --worker.logdir=DIR`"""
+"""`python -m ...training.worker --worker.index=I --worker.main_import=MODULE --worker.logdir=DIR`."""
 
 from __future__ import annotations
 
