@@ -13,6 +13,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import TextDisplay
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, MissingExtraError, NotSealedError, SchemaMismatchError
@@ -175,8 +176,8 @@ class Curve:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Evaluation(TextDisplay):
     """A figure about an attribution, never without its interval and what it was found with.
 
     `draws` are the figures of resamples, centred on the value. Two evaluations in the same `universe`

@@ -14,6 +14,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import TextDisplay
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtraError
 from gradkeep.evaluate._lds import places_of
@@ -38,8 +39,8 @@ _SHARED = 0.6
 """A group is named by what so many of its rows have."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowGroup:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RowGroup(TextDisplay):
     """Some training rows that act alike on what is asked about."""
 
     ids: AnyArray
@@ -69,8 +70,8 @@ class RowGroup:
         return told if self.verified is None else f"{told}\n    {self.verified}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowGroups:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RowGroups(TextDisplay):
     """A few groups that together explain a query or several, those that helped first."""
 
     queries: AnyArray

@@ -173,8 +173,7 @@ def norm_passes(form: Convolution) -> tuple[int, int]:
 
 
 def pixel_norms(form: Convolution, rows: ConvolutionRows) -> tuple[Tensor, Tensor]:
-    """Squared lengths `[B]` of gradients, a bias of the narrow array included, and which `[B]` of
-    them are certain.
+    """Squared lengths `[B]` of gradients, a bias of the narrow array included, and which `[B]` of them are certain.
 
     Of one row with itself: the sum over taps a, positions t and t' of `P[t + a, t' + a] R[t, t']`.
     Where these nearly cancel, little is left of float32. 2 (S^2 C / prod(stride) + T^2 D)
