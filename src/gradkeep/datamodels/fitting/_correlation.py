@@ -20,9 +20,22 @@ _AT_ONCE = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correlation:
-    """The correlation of predicted and true outputs over models: `value`, `low`, `high` `[t]`, and
-    their mean over targets. A constant prediction of a target that varies counts as 0; where the
-    output itself is constant there is nothing to predict: NaN, and left out of the mean.
+    """Correlation of predicted and true outputs over models, with intervals.
+
+    A constant prediction of a varying target counts as 0. A constant output gives NaN and is excluded from the mean.
+
+    Attributes:
+        value: Correlations `[t]`.
+        low: Lower ends of the intervals `[t]`.
+        high: Upper ends of the intervals `[t]`.
+        mean: Mean over targets.
+        mean_low: Lower end of its interval.
+        mean_high: Upper end of its interval.
+        models: Number of models.
+        level: Level of the intervals.
+        kind: `"pearson"` or `"spearman"`.
+        constant_outputs: Targets with a constant output.
+        constant_predictions: Targets with a constant prediction, mostly because no weights predict best.
     """
 
     value: AnyArray

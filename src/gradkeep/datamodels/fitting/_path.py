@@ -38,9 +38,7 @@ class _Until(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class PathSolver:
-    """How a penalty is minimised: its kind, the share of L1 in an elastic net, when to stop, and
-    how many examples a working set may have in memory.
-    """
+    """Solver of a path of penalties, with its stopping rule and the size of working sets."""
 
     kind: Penalty
     share: float
@@ -162,8 +160,9 @@ def follow_path(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenaltyChoice:
-    """Per target: the place of the chosen penalty on the path `[t]`, the penalty in output units
-    `[t]`, the weights there `[n, t]`, and what they predict for the left-out models `[m', t]`.
+    """Selected penalty of each target.
+
+    The index on the path `[t]`, the penalty in output units `[t]`, the weights `[n, t]`, and the predictions for held-out models `[m', t]`.
     """
 
     index: AnyArray
