@@ -13,8 +13,8 @@ from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._gradient_products import cosines, products
-from gradkeep.curvature._eigen_influence import kept_coordinates, single_position_influence
-from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, bytes_kept, fisher
+from gradkeep.curvature._eigen_influence import single_position_influence, stored_coordinates
+from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, coordinate_bytes, fisher
 from gradkeep.curvature._row_parts import dense_rows, only_layer
 from gradkeep.errors import AttributionError
 from gradkeep.query._engine import DEFAULT_BUDGET
@@ -44,8 +44,8 @@ def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
         fisher = fit.layer(name)
-        left = _left(at, fit.nbytes + bytes_kept(fisher.rows))
-        kept = kept_coordinates(name, fisher, damping)
+        left = _left(at, fit.nbytes + coordinate_bytes(fisher.rows))
+        kept = stored_coordinates(name, fisher, damping)
         if kept is not None:
             held = kept
             return in_steps(left, fisher.size, positions, lambda some: held.scores(sides[0], some))
@@ -53,7 +53,7 @@ def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
         if direct is not None:
             one = direct
             return in_steps(
-                left, one.kept // 2, positions, lambda some: one.scores(*sides, some, left)
+                left, one.leading_size // 2, positions, lambda some: one.scores(*sides, some, left)
             )
         solved = SolvedQueries(at, lambda _, dense: fisher.solved(dense, damping), left)
         return solved.scores(name, positions)
@@ -119,10 +119,10 @@ def layer_by_layer(
     return Scorer(score, approximate=approximate)
 
 
-def _left(at: CheckpointView, kept_coordinates: int) -> int | None:
+def _left(at: CheckpointView, stored_coordinates: int) -> int | None:
     """What is left of the byte budget, if there is one."""
     budget = at.question.memory_budget
-    return None if budget is None else max(1, parse_bytes(budget) - kept_coordinates)
+    return None if budget is None else max(1, parse_bytes(budget) - stored_coordinates)
 
 
 def _queries_at_once(budget: int | None, size: int, rows: int) -> int:
@@ -152,7 +152,7 @@ class KfacOptions:
 
     def parsed_damping(self) -> Damping:
         """The damping of captures that are not whitened."""
-        return Damping.told(0.3 if self.damping is None else self.damping, self.absolute_damping)
+        return Damping.parse(0.3 if self.damping is None else self.damping, self.absolute_damping)
 
 
 def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) -> Scorer:
