@@ -163,14 +163,14 @@ def test_dual_and_primal_are_the_same(rows, dim, seed, damping):
 
 
 def test_a_damping_is_relative_to_any_diagonal_above_zero():
-    assert relative_damping(0.5, 1e-9, what="damping") == 5e-10
-    assert relative_damping(2.0, 1e9, what="damping") == 2e9
+    assert relative_damping(0.5, 1e-9, name="damping") == 5e-10
+    assert relative_damping(2.0, 1e9, name="damping") == 2e9
     for diagonal in (0.0, -1.0, float("nan")):
         with pytest.raises(AttributionError, match="are zero"):
-            relative_damping(1.0, diagonal, what="damping")
+            relative_damping(1.0, diagonal, name="damping")
     for damping in (0.0, -1.0, "auto"):
         with pytest.raises(AttributionError, match="must be positive"):
-            relative_damping(damping, 1.0, what="damping")
+            relative_damping(damping, 1.0, name="damping")
 
 
 def test_of_squared_errors_the_weight_is_one(tmp_path):

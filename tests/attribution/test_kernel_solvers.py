@@ -14,12 +14,12 @@ from gradkeep._ranks import column_correlations
 from gradkeep.attribution._row_features import RowStorage
 from gradkeep.curvature import _cholesky as tiled
 from gradkeep.curvature import _conjugate as products
-from gradkeep.curvature._cholesky import CholeskyFactor, Solution, summed_up
+from gradkeep.curvature._cholesky import CholeskyFactor, Solution, summarize_solutions
 from gradkeep.curvature._conjugate import (
-    WAYS,
-    LeadingDirections,
+    KERNEL_METHODS,
+    Preconditioner,
     block_conjugate_gradients,
-    leading_directions,
+    nystrom_preconditioner,
 )
 from gradkeep.errors import AttributionError, BudgetError
 
@@ -92,7 +92,7 @@ def near(found, wanted, relative=1e-3):
     return np.abs(found - wanted).max() <= relative * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", KERNEL_METHODS)
 def test_all_ways_are_the_dense_solution_whatever_form_gradients_have(world, way, monkeypatch):
     monkeypatch.setattr(tiled, "BLOCK", 16)
     monkeypatch.setattr(products, "_BLOCK", 13)
@@ -124,13 +124,13 @@ def test_coordinates_are_solved_in_all_ways(make_world):
         queries=ASKED,
         keep=gk.Keep("256B", coordinates="random"),
     )
-    one, *others = (gk.attribute(made.store, solver=way, tolerance=1e-6) for way in WAYS)
+    one, *others = (gk.attribute(made.store, solver=way, tolerance=1e-6) for way in KERNEL_METHODS)
     for other in others:
         assert near(other.numpy(), one.numpy())
     assert not one.exact  # the coordinates are not, though the kernel of them is
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", KERNEL_METHODS)
 def test_layers_add_up_in_all_ways(world, way):
     found = gk.attribute(world.store, per_layer=True, solver=way, tolerance=1e-5)
     assert near(found.per_layer.sum(0), gk.attribute(world.store, solver="cholesky").numpy())
@@ -167,9 +167,9 @@ def test_conjugate_gradients_reach_their_residual(rows, columns, pivots, seed, d
     if twins:
         right[:, -1] = right[:, 0]
     chosen = torch.randperm(rows, generator=draws)[:pivots]
-    stand_in = leading_directions(kernel[:, chosen].float(), chosen, damping)
+    build_preconditioner = nystrom_preconditioner(kernel[:, chosen].float(), chosen, damping)
     found = block_conjugate_gradients(
-        lambda v: matrix.float() @ v, right, stand_in, tolerance=1e-4, max_steps=100
+        lambda v: matrix.float() @ v, right, build_preconditioner, tolerance=1e-4, max_steps=100
     )
     left = (matrix @ found.values.double() - right.double()).norm(dim=0) / right.double().norm(
         dim=0
@@ -179,7 +179,7 @@ def test_conjugate_gradients_reach_their_residual(rows, columns, pivots, seed, d
 
 
 def test_right_sides_of_zero_are_solved_by_zero():
-    alone = LeadingDirections(torch.zeros(4, 0), torch.zeros(0), 2.0)
+    alone = Preconditioner(torch.zeros(4, 0), torch.zeros(0), 2.0)
     found = block_conjugate_gradients(
         lambda v: 3 * v, torch.zeros(4, 2), alone, tolerance=1e-4, max_steps=5
     )
@@ -188,7 +188,7 @@ def test_right_sides_of_zero_are_solved_by_zero():
 
 def test_too_few_steps_are_an_error_that_tells_the_residual():
     matrix = torch.diag(torch.logspace(0, 3, 30))
-    alone = LeadingDirections(torch.zeros(30, 0), torch.zeros(0), 1.0)
+    alone = Preconditioner(torch.zeros(30, 0), torch.zeros(0), 1.0)
     with pytest.raises(AttributionError, match="did not converge in 3 steps"):
         block_conjugate_gradients(
             lambda v: matrix @ v, torch.ones(30, 1), alone, tolerance=1e-6, max_steps=3
@@ -282,4 +282,4 @@ def test_scores_remember_how_they_were_solved(make_world):
     assert gk.Scores.load(made.store, "kept").solved == found.solved
     assert found.solved.startswith("block conjugate gradients, ")
     parts = [Solution("x", 3, 1e-5), None, Solution("x", 2, 2e-5), Solution("y")]
-    assert summed_up(parts) == "x, 3 steps to a relative residual of 2.0e-05; y"
+    assert summarize_solutions(parts) == "x, 3 steps to a relative residual of 2.0e-05; y"

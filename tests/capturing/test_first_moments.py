@@ -69,7 +69,7 @@ def by_hand(loader, rows):
 def check(found, wanted):
     assert set(found.layers) <= set(wanted)
     for name, one in found.layers.items():
-        for side, other in zip((one.left[0], one.right[0]), wanted[name], strict=True):
+        for side, other in zip((one.suffixes[0], one.prefixes[0]), wanted[name], strict=True):
             torch.testing.assert_close(side.double(), other, rtol=1e-5, atol=1e-7)
 
 

@@ -18,7 +18,7 @@ from gradkeep.attribution._registry import default_method, find_method
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
-from gradkeep.curvature._cholesky import summed_up
+from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.farm._run import blocks_of, check_place, share_out, size_of
@@ -360,7 +360,7 @@ def _compute_scores(
     assert scorer is not None
     approximate = "; ".join(filter(None, (scorer.approximate, compression))) or None
     computed = ComputedScores(
-        tally.values, tally.confidence(), approximate, summed_up(solutions), scorer.plan()
+        tally.values, tally.confidence(), approximate, summarize_solutions(solutions), scorer.plan()
     )
     return _as_scores(chosen, question, method_options, computed)
 

@@ -1,4 +1,4 @@
-"""Orthonormal coordinates of a layer's gradients in which its curvature is a diagonal."""
+"""Orthonormal coordinates of a layer's gradients in which its curvature is diagonal."""
 
 from __future__ import annotations
 
@@ -14,61 +14,70 @@ if TYPE_CHECKING:
 
 
 _MORE, _PASSES = 16, 4
-"""More vectors than are wanted, and how often they are multiplied: enough for what is damped anyway."""
+"""Extra vectors of the random subspace, and the number of multiplications: enough for eigenvalues
+that are damped anyway."""
 _DOUBLE = 512
-"""Matrices up to this size are decomposed in float64, larger ones in float32: twice as fast, and
-its rounding is far below any damping."""
+"""Matrices up to this size are decomposed in float64, larger ones in float32, which is twice as
+fast and rounds far below any damping."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixBasis:
-    """Coordinates L^T W R `[G, r, c]` of a weight's gradient W, with a value for each.
+    """Coordinates L^T W R `[G, r, c]` of a weight's gradient W, with an eigenvalue for each.
 
     Vectors whose eigenvalue is zero may be left out: then r < R or c < C.
     """
 
     piece: WeightMatrix
-    left: Tensor | None
-    """`[G, R, r]`; None: its own coordinates."""
-    right: Tensor | None
-    """`[G, C, c]`"""
+    row_vectors: Tensor | None
+    """`[G, R, r]`; None for the identity."""
+    col_vectors: Tensor | None
+    """`[G, C, c]`; None for the identity."""
     values: Tensor
     """Eigenvalues `[G, r, c]`, float64."""
 
     @property
     def whole(self) -> bool:
-        """Whether every gradient has these coordinates: no vector was left out."""
+        """True if no vector was left out."""
         return self.values.numel() == self.piece.size
 
     @property
     def nbytes(self) -> int:
         """Bytes of values and vectors."""
-        return _nbytes(self.left, self.right, self.values)
+        return _nbytes(self.row_vectors, self.col_vectors, self.values)
 
     def coordinates(self, dense: Tensor) -> Tensor:
-        """Those `[B, G, r, c]` of dense gradients `[B, P]`; 2 R C (R + C) operations a row."""
-        found = self.piece.taken(dense)
-        if self.right is not None:
-            found = _times(found, self.right)
-        return found if self.left is None else self.left.mT.to(found.dtype) @ found
+        """Return coordinates `[B, G, r, c]` of gradients `[B, P]`; 2 R C (R + C) operations per
+        row.
+        """
+        matrices = self.piece.taken(dense)
+        if self.col_vectors is not None:
+            matrices = _times(matrices, self.col_vectors)
+        return (
+            matrices
+            if self.row_vectors is None
+            else self.row_vectors.mT.to(matrices.dtype) @ matrices
+        )
 
     def put(self, coordinates: Tensor, into: Tensor, plus: Tensor | None = None) -> None:
-        """Writes what has these coordinates into dense gradients `[B, P]`, plus other ones."""
-        found = coordinates
-        if self.left is not None:
-            found = self.left.to(found.dtype) @ found
-        if self.right is not None:
-            found = _times(found, self.right.mT)
-        self.piece.put(found if plus is None else found + self.piece.taken(plus), into)
+        """Write the gradients with these coordinates, plus other ones, into dense gradients `[B,
+        P]`.
+        """
+        matrices = coordinates
+        if self.row_vectors is not None:
+            matrices = self.row_vectors.to(matrices.dtype) @ matrices
+        if self.col_vectors is not None:
+            matrices = _times(matrices, self.col_vectors.mT)
+        self.piece.put(matrices if plus is None else matrices + self.piece.taken(plus), into)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VectorBasis:
-    """Coordinates Q^T v `[size]`, with a value for each."""
+    """Coordinates Q^T v `[size]`, with an eigenvalue for each."""
 
     piece: WeightVector
     vectors: Tensor | None
-    """`[size, size]`; None: its own coordinates."""
+    """`[size, size]`; None for the identity."""
     values: Tensor
     """Eigenvalues `[size]`, float64."""
 
@@ -78,12 +87,12 @@ class VectorBasis:
         return _nbytes(self.vectors, self.values)
 
     def coordinates(self, dense: Tensor) -> Tensor:
-        """Those `[B, size]` of dense gradients `[B, P]`."""
-        found = self.piece.taken(dense)
-        return found if self.vectors is None else found @ self.vectors.to(found.dtype)
+        """Return the coordinates `[B, size]` of dense gradients `[B, P]`."""
+        values = self.piece.taken(dense)
+        return values if self.vectors is None else values @ self.vectors.to(values.dtype)
 
     def put(self, coordinates: Tensor, into: Tensor) -> None:
-        """Writes what has these coordinates into dense gradients `[B, P]`."""
+        """Write the gradients with these coordinates into dense gradients `[B, P]`."""
         if self.vectors is not None:
             coordinates = coordinates @ self.vectors.mT.to(coordinates.dtype)
         self.piece.put(coordinates, into)
@@ -93,17 +102,17 @@ Basis = MatrixBasis | VectorBasis
 
 
 def eigen(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues `[..., d]`, not below zero, and eigenvectors `[..., d, d]` of moments."""
+    """Return eigenvalues `[..., d]`, clamped at zero, and eigenvectors `[..., d, d]` of moments."""
     small = moment if moment.shape[-1] <= _DOUBLE else moment.float()
     values, vectors = torch.linalg.eigh(small)
     return values.double().clamp(min=0), vectors.float()
 
 
 def leading(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest eigenvalues `[G, count]`, falling, and their vectors `[G, d, count]`.
+    """Return the `count` largest eigenvalues `[G, count]`, descending, and their vectors `[G, d, count]`.
 
-    Of a diagonal `[G, d]` the vectors are unit vectors. Large moments are not decomposed: a random
-    subspace is multiplied with them until it holds the leading one; 2 d^2 count operations each time.
+    For a diagonal `[G, d]` these are unit vectors. Large moments are not decomposed: a random subspace is
+    multiplied with them until it contains the leading one; 2 d^2 count operations each time.
     """
     if moment.dim() == 2:
         values, places = moment.sort(dim=1, descending=True, stable=True)
@@ -119,26 +128,26 @@ def leading(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_subspace(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Approximate eigenpairs, rising: those of the moment inside of a subspace that it stretches."""
+    """Return approximate eigenpairs, ascending, by subspace iteration."""
     draws = torch.Generator().manual_seed(0)
     start = torch.randn(*moment.shape[:-1], count, generator=draws).to(moment)
     space = torch.linalg.qr(moment @ start).Q
     for _ in range(_PASSES):
         space = torch.linalg.qr(moment @ space).Q
     inside = space.mT @ (moment @ space)
-    values, turned = torch.linalg.eigh((inside + inside.mT).double() / 2)
-    return values.clamp(min=0), space @ turned.float()
+    values, rotation = torch.linalg.eigh((inside + inside.mT).double() / 2)
+    return values.clamp(min=0), space @ rotation.float()
 
 
 def even(columns: int) -> int:
-    """The next multiple of 16."""
+    """Round up to a multiple of 16."""
     return -(-columns // 16) * 16
 
 
 def _times(values: Tensor, right: Tensor) -> Tensor:
-    """Matrices `[B, G, R, C]` times `[G, C, c]`: one large product for each group, not B small.
+    """Multiply matrices `[B, G, R, C]` with `[G, C, c]`: one large product per group, not B small ones.
 
-    Columns are filled up to a multiple of 16, without which it takes up to twice as long.
+    Columns are padded to a multiple of 16; other widths take up to twice as long.
     """
     count, groups, rows, cols = values.shape
     wide = right.shape[-1]
@@ -157,21 +166,23 @@ def _nbytes(*tensors: Tensor | None) -> int:
 
 
 EigenSide = tuple[Tensor, Tensor | None]
-"""Eigenvalues `[G, r]` and vectors `[G, d, r]`; None: the coordinates themselves."""
+"""Eigenvalues `[G, r]` and vectors `[G, d, r]`; None for the identity."""
 
 
 def eigen_side(moment: Tensor) -> EigenSide:
-    """Of moments `[G, d, d]`, or of a diagonal `[G, d]`; ArithmeticError if they are no numbers."""
+    """Decompose moments `[G, d, d]`, or a diagonal `[G, d]`; ArithmeticError if they are not
+    finite.
+    """
     if not bool(moment.isfinite().all()):
-        raise ArithmeticError("moments are no numbers")
+        raise ArithmeticError("moments are not finite")
     return (moment, None) if moment.dim() == 2 else eigen(moment)
 
 
 class RowSpace:
-    """Rows `[S, d]` that are held as long as S is below d, and no more than `most`.
+    """Hold rows `[S, d]` as long as S is below d, and at most `most`.
 
-    Their moment V^T V `[d, d]` has S eigenvalues above zero at most, those of V V^T `[S, S]`. So S^3
-    operations stand for d^3, and S vectors for d: the others are at a right angle to all rows.
+    Their moment V^T V `[d, d]` has at most S eigenvalues above zero, those of V V^T `[S, S]`. So S^3
+    operations replace d^3, and S vectors d: the others are orthogonal to all rows.
     """
 
     def __init__(self, width: int, most: int) -> None:
@@ -181,32 +192,36 @@ class RowSpace:
 
     @property
     def open(self) -> bool:
-        """Whether all rows so far are held."""
+        """True while all rows are held."""
         return self.most > 0
 
     def add(self, rows: Tensor) -> list[Tensor]:
-        """Hold some rows more; what cannot be held: nothing, or, once there are too many, all."""
+        """Add rows; return the rows to sum elsewhere: none, or all of them once there are too
+        many.
+        """
         if not self.open:
             return [rows]
         self._parts.append(rows.clone())
         self._count += len(rows)
         if self._count <= self.most:
             return []
-        found, self._parts, self.most = self._parts, [], 0
-        return found
+        parts, self._parts, self.most = self._parts, [], 0
+        return parts
 
     def rows(self) -> Tensor:
-        """What is held, float64 `[S, d]`."""
+        """Return the held rows, float64 `[S, d]`."""
         return torch.cat([torch.zeros(0, self.width, dtype=torch.float64), *self._parts])
 
     def eigen(self, count: int) -> EigenSide:
-        """Eigenvalues `[1, r]` above zero of V^T V / count, rising, and their vectors `[1, d, r]`."""
+        """Return eigenvalues `[1, r]` above zero of V^T V / count, ascending, and their vectors
+        `[1, d, r]`.
+        """
         v = self.rows()
         if not bool(v.isfinite().all()):
-            raise ArithmeticError("rows are no numbers")
-        values, turned = torch.linalg.eigh(v @ v.t())
-        # An eigenvalue below this share of the largest is what rounding leaves of none.
-        there = values > 1e-12 * values.abs().amax() if len(values) else values > 0
-        values, turned = values[there], turned[:, there]
-        vectors = v.t() @ (turned / values.sqrt())
+            raise ArithmeticError("rows are not finite")
+        values, rotation = torch.linalg.eigh(v @ v.t())
+        # Eigenvalues below 1e-12 of the largest are rounding errors.
+        is_positive = values > 1e-12 * values.abs().amax() if len(values) else values > 0
+        values, rotation = values[is_positive], rotation[:, is_positive]
+        vectors = v.t() @ (rotation / values.sqrt())
         return (values / max(1, count)).unsqueeze(0), vectors.float().unsqueeze(0)

@@ -1,4 +1,4 @@
-"""The damped, weighted kernel of the training rows, solved by Cholesky factorization."""
+"""Damped, weighted kernel of the training rows, solved by Cholesky factorization."""
 
 from __future__ import annotations
 
@@ -23,44 +23,52 @@ if TYPE_CHECKING:
     from gradkeep.query._engine import ComputeSpec
 
 
-UNLESS_SAID = 2 << 30
-"""Bytes that a kernel is solved in, unless a budget says otherwise."""
+DEFAULT_KERNEL_BUDGET = 2 << 30
+"""Bytes for solving a kernel without a memory budget."""
 _LEAST = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedKernel:
-    """M = s K s + damping I, with K `[N, N]` the products of all training rows and s = sqrt(weight)."""
+    """M = s K s + damping I, with K `[N, N]` the products of all training rows and s =
+    sqrt(weight).
+    """
 
     train: Gradients
     weight: Tensor
-    """`[N]`, above zero"""
+    """`[N]`, positive"""
     damping: float
     compute: ComputeSpec = None
     memory_budget: float | str | None = None
-    report: Callable[[str], None] = lambda doing: None
-    """Is told what is being done, from time to time."""
+    report: Callable[[str], None] = lambda text: None
+    """Progress callback."""
 
     @property
     def rows(self) -> int:
-        """N."""
+        """Number of rows N."""
         return len(self.train)
 
     @property
     def room(self) -> int:
         """Bytes that solving may take."""
-        return UNLESS_SAID if self.memory_budget is None else parse_bytes(self.memory_budget)
+        return (
+            DEFAULT_KERNEL_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget)
+        )
 
     @property
     def passing(self) -> int:
-        """Bytes for rows that pass and their temporaries: a quarter, but what one segment needs."""
+        """Bytes for streamed rows and temporaries: a quarter, and at least what one segment
+        needs.
+        """
         return max(self.room // 4, 2 * self.train.largest_segment + _LEAST)
 
 
 def lower_rows(
     train: Gradients, start: int, stop: int, compute: ComputeSpec, memory_budget: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Products of rows `start` to `stop` with all rows before `stop`: (row, first column, `[b, n]`)."""
+    """Yield products of rows `start` to `stop` with all rows before `stop`: (row, first column,
+    `[b, n]`).
+    """
     engine = ProductEngine(
         [GradientPair(train, train)],
         compute=compute,
@@ -81,39 +89,39 @@ def lower_rows(
 class Solution:
     """How linear systems were solved."""
 
-    way: str
+    method: str
     steps: int = 0
-    """Of conjugate gradients, the most for any query."""
+    """Most steps of conjugate gradients for any query."""
     residual: float | None = None
-    """The largest |A x - b| / |b| of any query; None: rounding only."""
+    """Largest |A x - b| / |b| of any query; None for rounding only."""
 
     def __str__(self) -> str:
         if self.residual is None:
-            return self.way
-        return f"{self.way}, {self.steps} steps to a relative residual of {self.residual:.1e}"
+            return self.method
+        return f"{self.method}, {self.steps} steps to a relative residual of {self.residual:.1e}"
 
 
-def summed_up(found: Sequence[Solution | None]) -> str | None:
-    """What is told of several checkpoints: each way once, with the most steps and the worst residual."""
-    by_way: dict[str, Solution] = {}
-    for one in found:
+def summarize_solutions(solutions: Sequence[Solution | None]) -> str | None:
+    """Summarize solutions by method, with the most steps and the largest residual."""
+    by_method: dict[str, Solution] = {}
+    for one in solutions:
         if one is None:
             continue
-        other = by_way.get(one.way, one)
+        other = by_method.get(one.method, one)
         residuals = [part.residual for part in (one, other) if part.residual is not None]
-        by_way[one.way] = Solution(
-            one.way, max(one.steps, other.steps), max(residuals) if residuals else None
+        by_method[one.method] = Solution(
+            one.method, max(one.steps, other.steps), max(residuals) if residuals else None
         )
-    return "; ".join(map(str, by_way.values())) or None
+    return "; ".join(map(str, by_method.values())) or None
 
 
 BLOCK = 1024
-"""Rows of a block: its products are of a good shape, and little more than one half is held."""
+"""Rows of a block: large enough for fast products, while little more than one triangle is held."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CholeskyFactor:
-    """A = L L^T in blocks of rows, of each block the columns up to its last row.
+    """A = L L^T in blocks of rows, each with the columns up to its last row.
 
     >>> factor = CholeskyFactor.of(torch.tensor([[4.0, 2.0], [2.0, 3.0]]).split(1))
     >>> factor.solved(torch.tensor([[8.0], [8.0]])).flatten()
@@ -125,21 +133,23 @@ class CholeskyFactor:
 
     @classmethod
     def of(cls, lower: Iterator[Tensor] | tuple[Tensor, ...]) -> CholeskyFactor:
-        """That of a matrix given by its blocks of rows, which are overwritten; n^3 / 3 operations.
+        """Factor a matrix given by its blocks of rows, which are overwritten; n^3 / 3 operations.
 
-        Columns behind the last row of a block are not looked at.
+        Columns after the last row of a block are ignored.
         """
         blocks: list[Tensor] = []
         start = 0
-        for given in lower:
-            start += len(given)
-            made = given[:, :start]
-            _reduce(made, blocks)
-            blocks.append(made)
+        for block in lower:
+            start += len(block)
+            lower_block = block[:, :start]
+            _reduce(lower_block, blocks)
+            blocks.append(lower_block)
         return cls(tuple(blocks))
 
     def solved(self, right: Tensor) -> Tensor:
-        """A^-1 b of right sides `[n, b]`, which are overwritten; 2 n^2 operations for each."""
+        """Return A^-1 b for right-hand sides `[n, b]`, which are overwritten; 2 n^2 operations
+        each.
+        """
         start = 0
         for block in self.blocks:
             stop = start + len(block)
@@ -155,74 +165,77 @@ class CholeskyFactor:
         return right
 
     def solution(self) -> Solution:
-        """Exact up to rounding."""
+        """Describe the solution, exact up to rounding."""
         return Solution("Cholesky's factorisation of the kernel")
 
 
-def bytes_of(size: int) -> int:
-    """Of a factor, and of one block's temporaries while it is made."""
+def factor_bytes(size: int) -> int:
+    """Return the bytes of a factor, and of one block's temporaries while it is computed."""
     return 4 * (size * (size + BLOCK) // 2 + BLOCK * size)
 
 
 def kernel_factor(kernel: WeightedKernel) -> CholeskyFactor:
-    """The factor of M; N^2 / 2 products of pairs and N^3 / 3 operations, in 2 N^2 bytes."""
+    """Factor M; N^2 / 2 products of pairs and N^3 / 3 operations, in 2 N^2 bytes."""
     s = kernel.weight.sqrt()
 
     def lower() -> Iterator[Tensor]:
         for start in range(0, kernel.rows, BLOCK):
             kernel.report(f"row {start} of {kernel.rows} factored")
             stop = min(start + BLOCK, kernel.rows)
-            made = torch.empty(stop - start, stop)
+            block = torch.empty(stop - start, stop)
             for row, first, part in lower_rows(
                 kernel.train, start, stop, kernel.compute, kernel.passing
             ):
-                made[row - start : row - start + len(part), first : first + part.shape[1]] = part
-            made *= s[:stop]
-            made *= s[start:stop].unsqueeze(1)
-            made[:, start:].diagonal().add_(kernel.damping)
-            yield made
+                block[row - start : row - start + len(part), first : first + part.shape[1]] = part
+            block *= s[:stop]
+            block *= s[start:stop].unsqueeze(1)
+            block[:, start:].diagonal().add_(kernel.damping)
+            yield block
 
     return CholeskyFactor.of(lower())
 
 
-def _reduce(made: Tensor, above: list[Tensor]) -> None:
-    """Turn a block of rows of A into those of L, with all blocks above it."""
+def _reduce(rows: Tensor, above: list[Tensor]) -> None:
+    """Turn a block of rows of A into those of L, given all blocks above it."""
     at = 0
     for block in above:
         end = at + len(block)
-        here = made[:, at:end]
-        here.addmm_(made[:, :at], block[:, :at].t(), alpha=-1)
+        here = rows[:, at:end]
+        here.addmm_(rows[:, :at], block[:, :at].t(), alpha=-1)
         corner = block[:, at:].t()
         here.copy_(torch.linalg.solve_triangular(corner, here, upper=True, left=False))
         at = end
-    corner = made[:, at:]
-    corner.addmm_(made[:, :at], made[:, :at].t(), alpha=-1)
+    corner = rows[:, at:]
+    corner.addmm_(rows[:, :at], rows[:, :at].t(), alpha=-1)
     corner.copy_(cholesky(corner))
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """The factor of one matrix; rounding of float32 can outweigh a tiny damping: then in float64."""
+    """Factor one matrix, in float64 if float32 is too imprecise for a tiny damping."""
     for kind in (torch.float32, torch.float64):
-        found = torch.linalg.cholesky_ex(matrix.to(kind))
-        if int(found.info) == 0:
-            factor: Tensor = found.L
+        result = torch.linalg.cholesky_ex(matrix.to(kind))
+        if int(result.info) == 0:
+            factor: Tensor = result.L
             return factor.float()
     raise AttributionError(
         "the damped kernel is not positive definite",
+        code="attribute.not_positive_definite",
         found=f"a diagonal of {float(matrix.diagonal().mean()):.3g} on average",
-        fix="use a larger damping",
+        fix="Use a larger damping=.",
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSolver:
-    """With A = G^T diag(weight) G + damping I `[P, P]`: s G A^-1 g = M^-1 (s G g) of any gradient g."""
+    """With A = G^T diag(weight) G + damping I `[P, P]`: s G A^-1 g = M^-1 (s G g) for any gradient
+    g.
+    """
 
     kernel: WeightedKernel
     factor: CholeskyFactor
 
     def along_rows(self, gradients: Tensor) -> Tensor:
-        """G A^-1 g `[b, N]` of gradients g `[b, P]`; 2 P^2 + 2 N P operations for each."""
+        """Return G A^-1 g `[b, N]` for gradients g `[b, P]`; 2 P^2 + 2 N P operations each."""
         train = self.kernel.train
         solved = self.factor.solved(gradients.t().contiguous()).t()
         sizes = [form.restored_size for form in train.forms.values()]
@@ -232,12 +245,12 @@ class ParameterSolver:
         return along(train, directions, memory_budget=self.kernel.passing + held)
 
     def solution(self) -> Solution:
-        """Exact up to rounding."""
+        """Describe the solution, exact up to rounding."""
         return Solution("Cholesky's factorisation among the parameters")
 
 
 def parameter_solver(kernel: WeightedKernel) -> ParameterSolver:
-    """Adds up A and factors it; N P^2 + P^3 / 3 operations, in 2 P^2 bytes."""
+    """Sum and factor A; N P^2 + P^3 / 3 operations, in 2 P^2 bytes."""
     train = kernel.train
     size = sum(form.restored_size for form in train.forms.values())
     lower = tuple(

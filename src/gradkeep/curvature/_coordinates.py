@@ -1,4 +1,4 @@
-"""Eigencoordinates of rows, made from turned factors, and sums of their squares."""
+"""Eigencoordinates of rows, computed from rotated factors, and sums of their squares."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def coordinates(
     basis: Basis, form: AnyForm, rows: GradientRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
-    """`(start, stop, [stop - start, *values])` of all rows, a tile that stays in the cache a time.
+    """Yield `(start, stop, [stop - start, *values])` for all rows, in tiles that stay in the cache.
 
-    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned.
+    From factors T (R^2 + C^2 + R C) products per row; other rows are restored and rotated.
     """
     if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
         yield from _COORDINATES[form.kind](basis, form, rows, slopes)
@@ -40,27 +40,29 @@ def coordinates(
         yield from _of_restored(basis, form, rows, slopes)
 
 
-def turned_factors(
+def rotated_factors(
     basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
 ) -> OuterRows:
-    """Suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, the ones of the bias among them."""
+    """Return suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, including the ones of the
+    bias.
+    """
     g, x = scaled_suffixes(rows.g, rows.offsets, slopes), rows.x
-    g = g if basis.left is None else _times(g, basis.left[0])
-    x = form.with_ones(x) if basis.right is None else _times(x, basis.right[0])
+    g = g if basis.row_vectors is None else _times(g, basis.row_vectors[0])
+    x = form.with_ones(x) if basis.col_vectors is None else _times(x, basis.col_vectors[0])
     return OuterRows(x, g, rows.offsets)
 
 
 def _times(values: Tensor, vectors: Tensor) -> Tensor:
-    """`[S, C]` times `[C, C]`; of `[S, C - 1]` the last column is one of ones, never laid out.
+    """Multiply `[S, C]` with `[C, C]`; for `[S, C - 1]` the last column is ones, without building it.
 
-    Columns are filled up to a multiple of 16, without which it takes up to twice as long.
+    Columns are padded to a multiple of 16; other widths take up to twice as long.
     """
     size = vectors.shape[1]
     filled = functional.pad(vectors.to(values.dtype), (0, -size % 16))
-    given = values.shape[1]
-    if given == len(vectors):
+    width = values.shape[1]
+    if width == len(vectors):
         return (values @ filled)[:, :size]
-    return torch.addmm(filled[-1], values, filled[:given])[:, :size]
+    return torch.addmm(filled[-1], values, filled[:width])[:, :size]
 
 
 def _of_outer(
@@ -69,27 +71,26 @@ def _of_outer(
     _, high, cols = basis.values.shape
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
     size = rows.g.element_size()
-    # Positions whose factors are turned at a time: enough for a product, and still in the cache
-    # after it.
+    # 4096 positions at a time: enough for a fast product that stays in the cache.
     for first, last in rows.spans.tiles(4096):
         some = None if slopes is None else slopes[first:last]
-        turned = turned_factors(basis, form, rows.take(first, last), some)
+        rotated = rotated_factors(basis, form, rows.take(first, last), some)
         for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
-            found = plain.restore(turned.take(start, stop))
-            yield first + start, first + stop, found.view(-1, 1, high, cols)
+            values = plain.restore(rotated.take(start, stop))
+            yield first + start, first + stop, values.view(-1, 1, high, cols)
 
 
 def _of_conv(
     basis: MatrixBasis, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
-    """To turn patches is to convolve with the eigenvectors: they are never laid out."""
-    if basis.right is None:
+    """Rotate patches by convolving with the eigenvectors, without building the patches."""
+    if basis.col_vectors is None:
         yield from _of_restored(basis, form, rows, slopes)
         return
     groups, high, cols = basis.values.shape
     dtype, flat = rows.wide.dtype, [0] * len(form.kernel)
     inner = form.channels // form.groups
-    sides = basis.right.mT.to(dtype)
+    sides = basis.col_vectors.mT.to(dtype)
     filters = sides[:, :, : inner * form.taps].reshape(groups * cols, inner, *form.kernel)
     ones = sides[:, :, -1].reshape(-1) if form.bias == "narrow" else None
     values = groups * cols * form.positions + form.padded_values
@@ -102,8 +103,8 @@ def _of_conv(
         g = rows.narrow[start:stop].reshape(count, groups, high, form.positions)
         if slopes is not None:
             g = g * slopes[start:stop].view(-1, 1, 1, 1).to(g.dtype)
-        if basis.left is not None:
-            g = basis.left.mT.to(g.dtype) @ g
+        if basis.row_vectors is not None:
+            g = basis.row_vectors.mT.to(g.dtype) @ g
         yield start, stop, g @ x.view(count, groups, cols, form.positions).mT
 
 
@@ -112,10 +113,12 @@ def _of_restored(
 ) -> Iterator[Tile]:
     for start, stop in tiles(len(rows), 2 * form.restored_size, 4, 8 * CACHED):
         dense = form.restore(rows.take(start, stop))
-        found = basis.coordinates(dense)
+        values = basis.coordinates(dense)
         if slopes is not None:
-            found = found * slopes[start:stop].view(-1, *[1] * (found.dim() - 1)).to(found.dtype)
-        yield start, stop, found
+            values = values * slopes[start:stop].view(-1, *[1] * (values.dim() - 1)).to(
+                values.dtype
+            )
+        yield start, stop, values
 
 
 def coordinate_squares(
@@ -126,11 +129,10 @@ def coordinate_squares(
     *,
     keep: CoordinateRows | None = None,
 ) -> Tensor:
-    """Sums over rows of squared coordinates, in the shape of the basis' values.
+    """Return sums over rows of squared coordinates, in the shape of the basis' values.
 
-    With one position a row, (L^T g)^2 (R^T x)^2 summed by one product; else the coordinates of
-    every row are made. Where they are wanted again, they are written into `keep` `[B, size]`, or
-    both factors of them.
+    With one position per row, (L^T g)^2 (R^T x)^2 is summed by one product; else the coordinates of every row are
+    computed. They, or their two factors, are also written into `keep` `[B, size]` if it is given.
     """
     by_sides = form.factored and form.kind in _SQUARES and isinstance(basis, MatrixBasis)
     if by_sides and not isinstance(keep, torch.Tensor):
@@ -138,10 +140,10 @@ def coordinate_squares(
         if direct is not None:
             return direct
     out = torch.zeros_like(basis.values)
-    for start, stop, found in coordinates(basis, form, rows, slopes):
+    for start, stop, values in coordinates(basis, form, rows, slopes):
         if isinstance(keep, torch.Tensor):
-            keep[start:stop] = found.flatten(1)
-        out += found.square().sum(0)
+            keep[start:stop] = values.flatten(1)
+        out += values.square().sum(0)
     return out
 
 
@@ -154,10 +156,10 @@ def _linear_squares(
 ) -> Tensor | None:
     if rows.offsets is not None:
         return None
-    turned = turned_factors(basis, form, rows, slopes)
+    rotated = rotated_factors(basis, form, rows, slopes)
     if keep is not None and not isinstance(keep, torch.Tensor):
-        keep.g[:], keep.x[:] = turned.g, turned.x
-    return (turned.g.square().t() @ turned.x.square()).unsqueeze(0)
+        keep.g[:], keep.x[:] = rotated.g, rotated.x
+    return (rotated.g.square().t() @ rotated.x.square()).unsqueeze(0)
 
 
 def _embedding_squares(
@@ -169,8 +171,8 @@ def _embedding_squares(
 ) -> Tensor:
     del keep
     g = scaled_suffixes(rows.g, rows.offsets, slopes)
-    if basis.right is not None:
-        g = g @ basis.right[0].to(g.dtype)
+    if basis.col_vectors is not None:
+        g = g @ basis.col_vectors[0].to(g.dtype)
     moved = LookupRows(rows.ids, g, rows.offsets)
     ones = g.new_ones(1, len(moved))
     return form.weighted_squares(moved, ones).view(basis.values.shape)
@@ -181,4 +183,4 @@ _SQUARES: dict[str, Callable[..., Tensor | None]] = {
     "outer": _linear_squares,
     "lookup": _embedding_squares,
 }
-"""Which forms have a way of their own; None: these rows have not."""
+"""Forms with a direct way; it returns None for rows that it does not cover."""

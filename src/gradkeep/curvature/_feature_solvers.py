@@ -26,11 +26,10 @@ ROWS_AT_ONCE = 4096
 def dual(
     kernel: Tensor, *, weight: Tensor, pull: Tensor, damping: float
 ) -> Callable[[Tensor], Tensor]:
-    """Scores `[..., N]` from products of queries with rows, by the kernel `[N, N]` of the rows.
+    """Return a function from products of queries with rows to scores `[..., N]`, by the kernel `[N, N]`.
 
-    With s = sqrt(weight), M = s K s + damping I and k the products of a query with all rows, the
-    scores are pull / s * (M^-1 (s k)). Takes N^3 / 3 operations once, N^2 a query; `kernel` is
-    overwritten.
+    With s = sqrt(weight), M = s K s + damping I and k the products of a query with all rows, the scores are
+    pull / s * (M^-1 (s k)). Takes N^3 / 3 operations once, N^2 per query; `kernel` is overwritten.
     """
     s = weight.sqrt()
     kernel *= s
@@ -49,10 +48,10 @@ def dual(
 def primal(
     features: StreamedRows, *, weight: Tensor, pull: Tensor, damping: float
 ) -> Callable[[Tensor], Tensor]:
-    """Scores `[B, N]` from features `[B, k]` of queries, by those `[N, k]` of the rows.
+    """Return a function from features `[B, k]` of queries to scores `[B, N]`, by those `[N, k]` of the rows.
 
-    With A = X^T diag(weight) X + damping I, the scores are pull * (X A^-1 g). The same as `dual`
-    with K = X X^T, in k^3 / 3 + N k^2 operations once, N k a query.
+    With A = X^T diag(weight) X + damping I, the scores are pull * (X A^-1 g). The same as `dual` with K = X X^T,
+    in k^3 / 3 + N k^2 operations once, N k per query.
     """
     gram = torch.zeros(features.dim, features.dim)
     for ids in row_blocks(features.count):
@@ -60,9 +59,9 @@ def primal(
     gram.diagonal().add_(damping)
     factor = cholesky(gram)
 
-    def scores(asked: Tensor) -> Tensor:
-        moved = torch.cholesky_solve(asked.T, factor).T
-        out = torch.empty(len(asked), features.count)
+    def scores(queries: Tensor) -> Tensor:
+        moved = torch.cholesky_solve(queries.T, factor).T
+        out = torch.empty(len(queries), features.count)
         for ids in row_blocks(features.count):
             torch.mm(moved, features.read(ids).T, out=out[:, ids[0] : ids[-1] + 1])
         return out.mul_(pull)
@@ -73,36 +72,40 @@ def primal(
 def by_features(
     features: StreamedRows, *, weight: Tensor, pull: Tensor, damping: float
 ) -> Callable[[Tensor], Tensor]:
-    """`primal`, or for fewer rows than numbers `dual`: the smaller of the two matrices."""
+    """Choose `primal`, or `dual` if there are fewer rows than features."""
     if features.dim <= features.count:
         return primal(features, weight=weight, pull=pull, damping=damping)
     x = features.read(np.arange(features.count))
     solve = dual(squared(x.T), weight=weight, pull=pull, damping=damping)
-    return lambda asked: solve(asked @ x.T)
+    return lambda queries: solve(queries @ x.T)
 
 
 def mean_square(features: StreamedRows, weight: Tensor) -> float:
-    """The mean diagonal of the weighted kernel of features `[N, k]`: mean of weight x |x|^2."""
-    found = [
+    """Return the mean diagonal of the weighted kernel of features `[N, k]`: mean of weight x
+    |x|^2.
+    """
+    squares = [
         squared_lengths(features.read(ids)).double() * weight[ids]
         for ids in row_blocks(features.count)
     ]
-    return float(torch.cat(found).mean())
+    return float(torch.cat(squares).mean())
 
 
-def relative_damping(damping: float | str, diagonal: float, *, what: str) -> float:
-    """A damping relative to a mean diagonal, once both make sense."""
+def relative_damping(damping: float | str, diagonal: float, *, name: str) -> float:
+    """Return the damping times a mean diagonal; raise unless both are positive."""
     if isinstance(damping, str) or not damping > 0:
         raise AttributionError(
-            f"{what} must be positive: without it a singular matrix would be inverted",
+            f"{name} must be positive, or a singular matrix would be inverted",
+            code="attribute.damping",
             found=damping,
-            fix=f"leave {what} out for 1 x the mean diagonal",
+            fix=f"Leave out {name}= for 1 x the mean diagonal.",
         )
     if not diagonal > 0:
         raise AttributionError(
-            "all gradients of the training rows are zero, or none is a number",
-            found=f"a mean squared length of {diagonal}",
-            fix="capture a model that has something to learn, or other layers",
+            "the gradients of the training rows are all zero, or not finite",
+            code="attribute.zero_gradients",
+            found=f"a mean squared norm of {diagonal}",
+            fix="Capture a model that still has something to learn, or other layers.",
         )
     return float(damping * diagonal)
 
@@ -112,14 +115,14 @@ class StreamedRows(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of rows."""
 
     @property
     def dim(self) -> int:
-        """K."""
+        """Number of features k."""
 
     def read(self, ids: Ids) -> Tensor:
-        """The gradients `[len(ids), k]`."""
+        """Return rows `[len(ids), k]`."""
 
 
 def add_damped_scores(
@@ -127,15 +130,14 @@ def add_damped_scores(
 ) -> None:
     """Add X (X^T X + l I)^-1 G^T `[n, m]`, times `share`, to an array that may be on disk.
 
-    l is the damping times the mean diagonal of X^T X, or of X X^T where there are fewer rows than
-    numbers.
+    l is the damping times the mean diagonal of X^T X, or of X X^T if there are fewer rows than features.
     """
     if train.count < train.dim:
         _add_by_rows(out, train, targets, damping, share)
         return
     gram = streamed_gram(train, torch.float32)
     diagonal = float(gram.diagonal().double().mean())
-    gram.diagonal().add_(relative_damping(damping, diagonal, what="ridge"))
+    gram.diagonal().add_(relative_damping(damping, diagonal, name="ridge"))
     factor = torch.linalg.cholesky(gram)
     add_products(out, train, targets, lambda g: torch.cholesky_solve(g.T, factor), share=share)
 
@@ -144,24 +146,24 @@ def add_products(
     out: Any,
     train: StreamedRows,
     targets: StreamedRows,
-    turn: Callable[[Tensor], Tensor],
+    solve: Callable[[Tensor], Tensor],
     *,
     share: float,
 ) -> None:
-    """Add X turn(G) `[n, m]`, times `share`, to an array that may be on disk."""
-    for asked in row_blocks(targets.count, ROWS_AT_ONCE):
-        turned = turn(targets.read(asked)).float() * share
+    """Add X solve(G) `[n, m]`, times `share`, to an array that may be on disk."""
+    for block in row_blocks(targets.count, ROWS_AT_ONCE):
+        solved = solve(targets.read(block)).float() * share
         for ids in row_blocks(train.count):
-            part = train.read(ids) @ turned
-            out[ids[0] : ids[-1] + 1, asked[0] : asked[-1] + 1] += part.numpy()
+            part = train.read(ids) @ solved
+            out[ids[0] : ids[-1] + 1, block[0] : block[-1] + 1] += part.numpy()
 
 
 def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
-    """X^T X `[k, k]` of rows that are read some at a time."""
+    """Compute X^T X `[k, k]` of rows that are read some at a time."""
     require_room(
         2 * train.dim**2 * dtype.itemsize,
-        f"the {train.dim} x {train.dim} matrix that is to be inverted",
-        fix="choose a smaller proj_dim, or with fewer rows than that leave lambda_reg out",
+        f"the {train.dim} x {train.dim} matrix to invert",
+        fix="Choose a smaller proj_dim=, or with fewer rows than that leave out lambda_reg=.",
     )
     out = torch.zeros(train.dim, train.dim, dtype=dtype)
     for ids in row_blocks(train.count):
@@ -171,7 +173,7 @@ def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
 
 
 def row_blocks(count: int, size: int = ROWS_AT_ONCE) -> Iterator[Ids]:
-    """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
+    """Yield rows in fixed blocks, so that sums are the same in every run."""
     for start in range(0, count, size):
         yield np.arange(start, min(start + size, count))
 
@@ -179,17 +181,17 @@ def row_blocks(count: int, size: int = ROWS_AT_ONCE) -> Iterator[Ids]:
 def _add_by_rows(
     out: Any, train: StreamedRows, targets: StreamedRows, damping: float, share: float
 ) -> None:
-    """(X X^T + l I)^-1 X G^T, for fewer rows than numbers."""
+    """Add (X X^T + l I)^-1 X G^T, for fewer rows than features."""
     x = train.read(np.arange(train.count))
     kernel = torch.zeros(train.count, train.count)
-    # The lower half is all that the factorisation reads.
+    # The factorization reads only the lower half.
     for ids in row_blocks(train.count, max(256, train.count // 4)):
         stop = int(ids[-1]) + 1
         torch.mm(x[ids[0] : stop], x[:stop].T, out=kernel[ids[0] : stop, :stop])
     mean = float(kernel.diagonal().double().mean())
-    kernel.diagonal().add_(relative_damping(damping, mean, what="ridge"))
+    kernel.diagonal().add_(relative_damping(damping, mean, name="ridge"))
     factor = torch.linalg.cholesky(kernel)
-    for asked in row_blocks(targets.count, ROWS_AT_ONCE):
-        products = x @ targets.read(asked).T
+    for block in row_blocks(targets.count, ROWS_AT_ONCE):
+        products = x @ targets.read(block).T
         solved = torch.cholesky_solve(products, factor) * share
-        out[:, asked[0] : asked[-1] + 1] += solved.numpy()
+        out[:, block[0] : block[-1] + 1] += solved.numpy()

@@ -1,4 +1,4 @@
-"""Second moments of a layer's factors: what its Kronecker factors are made of."""
+"""Second moments of a layer's factors, which its Kronecker factors are computed from."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
 
 _POSITIONS = 4096
-"""Positions that are summed in their own precision before the sum is added to all others."""
+"""Positions that are summed in their own precision before they are added to the total."""
 
 
 WIDE = 4096
-"""A side longer than this keeps its own coordinates: only the diagonal of its moments is made, unless a
-linear layer has fewer positions than that (`RowSpace`)."""
+"""Sides longer than this use only the diagonal of their moments, unless a linear layer has fewer
+positions than that (`RowSpace`)."""
 
 
 def whole(size: int) -> bool:
-    """Whether all moments of a side of this length are made."""
+    """Return True if a side of this length uses its whole moments."""
     return size <= WIDE
 
 
 def zeros(groups: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """An empty sum for each group, `[groups, d, d]` or a diagonal `[groups, d]`."""
+    """Return an empty sum for each group, `[groups, d, d]` or a diagonal `[groups, d]`."""
     shape = (groups, size, size) if whole(size) else (groups, size)
     return torch.zeros(shape, dtype=dtype)
 
 
 def moment(values: Tensor, like: Tensor) -> Tensor:
-    """Sum of v v^T over `[S, d]`, or its diagonal."""
+    """Return the sum of v v^T over `[S, d]`, or its diagonal."""
     return values.square().sum(0) if like.dim() == 1 else squared(values)
 
 
 class MatrixMoments(abc.ABC):
-    """Sums over rows of both sides' second moments, of one weight.
+    """Sums over rows of both sides' second moments, for one weight.
 
-    From factors: of suffixes sum g g^T over all S positions / N, of prefixes sum x x^T / S, so
-    that their Kronecker product has the size of the Fisher matrix.
+    From factors: for suffixes sum g g^T over all S positions / N, for prefixes sum x x^T / S, so that their
+    Kronecker product has the scale of the Fisher matrix.
     """
 
     row_bytes: int = 0
@@ -79,23 +79,23 @@ class MatrixMoments(abc.ABC):
 
     @abc.abstractmethod
     def add(self, rows: Any, slopes: Tensor | None) -> None:
-        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        """Add rows, whose gradients are multiplied with slopes `[B]`."""
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
+        """Return left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
         return self.left / max(1, self.rows), self.right / max(1, self.positions)
 
     def eigen(self) -> tuple[EigenSide, EigenSide]:
-        """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
-        left, right = self.sides()
-        return eigen_side(left), eigen_side(right)
+        """Return eigenvalues and vectors of both sides; ArithmeticError if they are not finite."""
+        rows, cols = self.sides()
+        return eigen_side(rows), eigen_side(cols)
 
 
 class LinearMoments(MatrixMoments):
-    """Of a linear layer's suffixes and prefixes.
+    """Moments of a linear layer's suffixes and prefixes.
 
-    With `row_space` a side with fewer positions than numbers in each is decomposed by its positions,
-    also one that is too long for moments of its own, if that takes no more than so many bytes.
+    With `row_space` bytes a side with fewer positions than values is decomposed by its positions, even one that is
+    too long for moments of its own.
     """
 
     def __init__(
@@ -113,28 +113,28 @@ class LinearMoments(MatrixMoments):
         self.row_bytes = row_space * sum(not whole(size) for size in (piece.rows, piece.cols))
 
     def eigen(self) -> tuple[EigenSide, EigenSide]:
-        """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
-        left = self._high, self.left, max(1, self.rows)
-        right = self._wide, self.right, max(1, self.positions)
+        """Return eigenvalues and vectors of both sides; ArithmeticError if they are not finite."""
+        suffixes = self._high, self.left, max(1, self.rows)
+        prefixes = self._wide, self.right, max(1, self.positions)
         one, other = (
             space.eigen(count) if space.open else eigen_side(total / count)
-            for space, total, count in (left, right)
+            for space, total, count in (suffixes, prefixes)
         )
         return one, other
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Left and right moments, `[1, d, d]` or their diagonals `[1, d]`."""
+        """Return left and right moments, `[1, d, d]` or their diagonals `[1, d]`."""
         high, wide = self._high.rows(), self._wide.rows()
-        left, right = (
+        suffixes, prefixes = (
             self.left + moment(high, self.left[0]),
             self.right + moment(wide, self.right[0]),
         )
-        return left / max(1, self.rows), right / max(1, self.positions)
+        return suffixes / max(1, self.rows), prefixes / max(1, self.positions)
 
     def add(self, rows: OuterRows, slopes: Tensor | None) -> None:
-        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        """Add rows, whose gradients are multiplied with slopes `[B]`."""
         if self.lean and rows.offsets is not None:
-            # Straight from a model: padding is still among the positions.
+            # Directly from a model: positions still include padding.
             rows = rows.at_positions((rows.g != 0).any(1))
         g = scaled_suffixes(rows.g, rows.offsets, slopes)
         plus_one = self.form.bias and not self.form.ones
@@ -152,15 +152,15 @@ class LinearMoments(MatrixMoments):
 
 
 def _held(size: int, room: int) -> int:
-    """Positions of a side that may be held: fewer than it has numbers; of a long one what fits."""
+    """Return how many positions of a side may be held: fewer than its length, or as many as fit."""
     if whole(size):
         return size if room else 0
-    # Of each number of a position that is held: itself, in double precision, and in a vector.
+    # 16 bytes per held value: itself, in double precision, and in a vector.
     return room // (16 * size)
 
 
 def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:
-    """Add the moments of `x [S, d]`, and of a column of ones that is never laid out."""
+    """Add the moments of `x [S, d]` with a column of ones, without building it."""
     size = x.shape[1]
     if into.dim() == 1:
         into[:size] += moment(x, into)
@@ -176,13 +176,13 @@ def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:
 
 
 class EmbeddingMoments(MatrixMoments):
-    """Of an embedding: how often each token is read, and the suffixes of all tokens."""
+    """Moments of an embedding: the frequency of each token, and the suffixes of all tokens."""
 
     def _empty_left(self) -> Tensor:
         return torch.zeros(1, self.piece.rows, dtype=torch.float64)
 
     def add(self, rows: LookupRows, slopes: Tensor | None) -> None:
-        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        """Add rows, whose gradients are multiplied with slopes `[B]`."""
         g = scaled_suffixes(rows.g, rows.offsets, slopes)
         self.left[0] += torch.bincount(rows.ids, minlength=self.piece.rows)
         self.right[0] += moment(g, self.right[0])
@@ -190,18 +190,18 @@ class EmbeddingMoments(MatrixMoments):
         self.positions += len(rows.ids)
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """The diagonal of the left moments `[1, R]`, and the right ones."""
+        """Return the diagonal of the left moments `[1, R]`, and the right ones."""
         return self.left / max(1, self.positions), self.right / max(1, self.rows)
 
 
 class ConvolutionMoments(MatrixMoments):
-    """Of a convolution's patches, laid out some rows at a time, and of its other array, by positions."""
+    """Moments of a convolution's patches, built for some rows at a time, and of its other array."""
 
     def _empty_right(self) -> Tensor:
         return zeros(self.piece.groups, _width(self.form))
 
     def add(self, rows: ConvolutionRows, slopes: Tensor | None) -> None:
-        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        """Add rows, whose gradients are multiplied with slopes `[B]`."""
         wide, narrow = rows.wide, rows.narrow
         if slopes is not None:
             each = slopes.view(-1, *[1] * (wide.dim() - 1)).to(wide.dtype)
@@ -212,7 +212,7 @@ class ConvolutionMoments(MatrixMoments):
         for groups in _patches_by_group(self.form, wide):
             for into, patches in zip(self.right, groups, strict=True):
                 into += moment(patches, into)
-        # By filters, not by positions: runs of positions are copied faster.
+        # By filters, not by positions: consecutive positions are copied faster.
         filters = narrow.transpose(0, 1).reshape(self.form.groups, self.piece.rows, -1)
         for into, one in zip(self.left, filters, strict=True):
             into += moment(one.t(), into)
@@ -220,7 +220,9 @@ class ConvolutionMoments(MatrixMoments):
         self.positions += len(rows) * self.form.positions
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Left and right moments; of a transposed convolution the patches are of the suffix."""
+        """Return left and right moments; patches of a transposed convolution are those of the
+        suffix.
+        """
         rows, positions = max(1, self.rows), max(1, self.positions)
         order = _column_order(self.form)
         right = self.right[:, order] if self.right.dim() == 2 else self.right[:, order][:, :, order]
@@ -230,10 +232,10 @@ class ConvolutionMoments(MatrixMoments):
 
 
 def _patches_by_group(form: Convolution, wide: Tensor) -> Iterator[list[Tensor]]:
-    """Some rows of `[B, C, *size]` at a time, of each group the patches `[b T, width]`.
+    """Yield the patches `[b T, width]` of each group, for some rows of `[B, C, *size]` at a time.
 
-    Their columns are taps x channels, ones for the bias, and zeros up to a multiple of 16, without
-    which matrix products take up to twice as long.
+    Columns are taps x channels, ones for the bias, and zeros up to a multiple of 16; products of other widths take
+    up to twice as long.
     """
     for start, stop in tiles(len(wide), 2 * form.patch_values, wide.element_size(), 4 * CACHED):
         pixels = form.padded(wide[start:stop]).movedim(1, -1).contiguous()
@@ -241,12 +243,12 @@ def _patches_by_group(form: Convolution, wide: Tensor) -> Iterator[list[Tensor]]
 
 
 def _width(form: Convolution) -> int:
-    """The number of columns of such patches."""
+    """Return the number of columns of such patches."""
     return even(form.channels // form.groups * form.taps + (form.bias == "narrow"))
 
 
 def _column_order(form: Convolution) -> Tensor:
-    """Where each column of the weight's matrix is among those of such patches."""
+    """Return the place of each column of the weight's matrix among those of such patches."""
     inner = form.channels // form.groups
     columns = torch.arange(inner * form.taps).view(form.taps, inner).t().flatten()
     if form.bias != "narrow":
@@ -255,7 +257,7 @@ def _column_order(form: Convolution) -> Tensor:
 
 
 def _patches(form: Convolution, wide: Tensor, group: int) -> Tensor:
-    """Those of one group, from padded pixels `[B, *size, C]`."""
+    """Return the patches of one group, from padded pixels `[B, *size, C]`."""
     count, inner, axes = len(wide), form.channels // form.groups, range(1, wide.dim() - 1)
     steps = [wide.stride(axis) * form.stride[axis - 1] for axis in axes]
     taps = [wide.stride(axis) * form.dilation[axis - 1] for axis in axes]
@@ -265,46 +267,46 @@ def _patches(form: Convolution, wide: Tensor, group: int) -> Tensor:
         storage_offset=wide.storage_offset() + group * inner,
     )
     columns = inner * form.taps
-    made = wide.new_empty(count, *form.out, _width(form))
-    made[..., :columns].view(read.shape).copy_(read)
-    made[..., columns:] = 0
+    patches = wide.new_empty(count, *form.out, _width(form))
+    patches[..., :columns].view(read.shape).copy_(read)
+    patches[..., columns:] = 0
     if form.bias == "narrow":
-        made[..., columns] = 1
-    return made.view(-1, made.shape[-1])
+        patches[..., columns] = 1
+    return patches.view(-1, patches.shape[-1])
 
 
 class GradientMoments(MatrixMoments):
-    """Of gradient matrices G, where no factors are kept: left = mean G G^T, right = mean G^T G.
+    """Moments of gradient matrices G, for layers without factors: left = mean G G^T, right = mean G^T G.
 
     The right ones are divided by their trace.
     """
 
     def _empty_left(self) -> Tensor:
         if self.lean and self.form.kind == "tied":
-            # Tokens are nearly coordinates of their own, and no vocabulary is too large for them.
+            # Tokens are nearly independent, and a diagonal works for any vocabulary.
             return torch.zeros(1, self.piece.rows, dtype=self.dtype)
         return super()._empty_left()
 
     def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
-        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        """Add rows, whose gradients are multiplied with slopes `[B]`."""
         self.rows += len(rows)
         for start, stop in tiles(len(rows), self.piece.size, 8, 8 * CACHED):
             dense = self.form.restore(rows.take(start, stop))
             if slopes is not None:
                 dense = dense * slopes[start:stop, None].to(dense.dtype)
-            found = self.piece.taken(dense)
+            matrices = self.piece.taken(dense)
             for group in range(self.piece.groups):
-                one = found[:, group]
+                one = matrices[:, group]
                 high = one.transpose(1, 2).reshape(-1, self.piece.rows)
                 self.left[group] += moment(high, self.left[group])
                 self.right[group] += moment(one.reshape(-1, self.piece.cols), self.right[group])
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
-        left, right = self.left / max(1, self.rows), self.right / max(1, self.rows)
-        size = right if right.dim() == 2 else right.diagonal(dim1=1, dim2=2)
+        """Return left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
+        rows, cols = self.left / max(1, self.rows), self.right / max(1, self.rows)
+        size = cols if cols.dim() == 2 else cols.diagonal(dim1=1, dim2=2)
         trace = size.sum(1).clamp(min=torch.finfo(torch.float64).tiny)
-        return left, right / trace.view(-1, *[1] * (right.dim() - 1))
+        return rows, cols / trace.view(-1, *[1] * (cols.dim() - 1))
 
 
 _MOMENTS: dict[str, type[MatrixMoments]] = {
@@ -312,7 +314,7 @@ _MOMENTS: dict[str, type[MatrixMoments]] = {
     "conv": ConvolutionMoments,
     "lookup": EmbeddingMoments,
 }
-"""Which forms have the moments of K-FAC; others have those of their gradient matrices."""
+"""Forms with the moments of K-FAC; others use those of their gradient matrices."""
 
 
 def matrix_moments(
@@ -322,10 +324,10 @@ def matrix_moments(
     lean: bool = False,
     row_space: int = 0,
 ) -> MatrixMoments:
-    """Empty moments of a weight, of its factors if they are kept.
+    """Return empty moments of a weight, from its factors if they are stored.
 
-    `lean` ones are in float32, and of the tokens of a tied table they are a diagonal. `row_space`
-    bytes let few positions of a long side be decomposed by themselves (`LinearMoments`).
+    `lean` moments are in float32, and for the tokens of a tied table they are diagonal. `row_space` bytes allow few
+    positions of a long side to be decomposed directly (`LinearMoments`).
     """
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
     if kind is LinearMoments:
@@ -334,7 +336,7 @@ def matrix_moments(
 
 
 class VectorMoments:
-    """The mean of v v^T, or only its diagonal where v is long."""
+    """Mean of v v^T, or only its diagonal for long v."""
 
     row_bytes: int = 0
 
@@ -349,23 +351,23 @@ class VectorMoments:
         return 8 * self.moment.numel()
 
     def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
-        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        """Add rows, whose gradients are multiplied with slopes `[B]`."""
         self.rows += len(rows)
         values = self.form.restored_size
         for start, stop in tiles(len(rows), values, 8, 8 * CACHED):
             part = rows.take(start, stop)
-            found = self.piece.taken(self.form.restore(part))
+            vectors = self.piece.taken(self.form.restore(part))
             if slopes is not None:
-                found = found * slopes[start:stop, None].to(found.dtype)
-            self.moment += moment(found, self.moment)
+                vectors = vectors * slopes[start:stop, None].to(vectors.dtype)
+            self.moment += moment(vectors, self.moment)
 
     def mean(self) -> Tensor:
-        """`[size, size]` or `[size]`."""
+        """Return the mean, `[size, size]` or `[size]`."""
         return self.moment / max(1, self.rows)
 
 
 def scaled_suffixes(g: Tensor, offsets: Tensor | None, slopes: Tensor | None) -> Tensor:
-    """Suffixes `[S, d]` times the slopes of their rows."""
+    """Return suffixes `[S, d]` times the slopes of their rows."""
     if slopes is None:
         return g
     where = slopes if offsets is None else slopes[row_of(spans(offsets, len(g)), slopes.device)]

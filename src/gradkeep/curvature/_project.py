@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.curvature._sketches import Projection, SketchWay, TensorSketch
+    from gradkeep.curvature._sketches import Projection, SketchMethod, TensorSketch
     from gradkeep.factors._form import AnyForm, GradientRows, OuterProducts
     from gradkeep.query import Gradients
     from gradkeep.query._gradients import FactorBatch
@@ -43,27 +43,41 @@ def project(
     rows: Any = None,
     memory_budget: float | str | None = None,
 ) -> torch.Tensor:
-    """The projections `[N, k]` of a capture's gradients, all layers in one, float32 on the CPU.
+    """Project a capture's gradients to k numbers per row.
 
-    Gradients of the loss are those of the output times the kept slopes. `model` names the
-    projection beside its seed: projections of different models are independent. `rows` picks rows
-    by their positions, and only those are read. Cost: one read of the factors, and per row and layer
-    the cheaper of a weight's values and two transforms of k numbers a position.
+    The gradient of all layers together is projected. For gradients of the loss, those of the output are multiplied
+    with the stored slopes. Cost: one read of the factors and, per row and layer, the cheaper of a weight's values
+    and two transforms of k numbers per position.
 
-    >>> import gradkeep as gk, tempfile
-    >>> from gradkeep.curvature._sketches import Projection
-    >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
-    >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
-    >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
-    >>> project(gk.gradients(store, split="train"), Projection(dim=64)).shape
-    torch.Size([5, 64])
+    Args:
+        gradients: Gradients of a capture, from `gk.gradients`.
+        projection: Kind, dimension and seed of the projection.
+        model: Name of the model; projections of different models are independent.
+        rows: Positions of the rows to project; None for all. Only these are read.
+        memory_budget: Memory limit, such as `"2GiB"`; None for the default.
+
+    Returns:
+        Projections `[N, k]`, float32 on the CPU.
+
+    Raises:
+        AttributionError: A gradient is not finite, or the result does not fit into memory.
+        BudgetError: The memory budget is too small.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> from gradkeep.curvature._sketches import Projection
+        >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+        >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+        >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
+        >>> project(gk.gradients(store, split="train"), Projection(dim=64)).shape
+        torch.Size([5, 64])
     """
     chosen = None
     if rows is not None:
         most = max(0, len(gradients) - 1)
         chosen = _arguments.whole_numbers("rows", rows, error=AttributionError, most=most)
     count = len(gradients) if chosen is None else len(chosen)
-    # Refused before anything is made.
+    # Raises before anything is computed.
     tiling(gradients, projection.dim, memory_budget, held=count)
     out = torch.empty(count, projection.dim)
     parts = project_parts(
@@ -83,9 +97,9 @@ def project_parts(
     memory_budget: float | str | None = None,
     held: int = 0,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The number of the first row and the projections `[n, k]` from it on, as `project` gives them.
+    """Yield the number of the first row and projections `[n, k]` from it on.
 
-    Of all rows, or of those at the positions `chosen`; so many of them will be `held` at once.
+    For all rows, or those at the positions `chosen`; the caller will hold `held` rows at once.
     """
     dim = projection.dim
     batch_rows, scratch = tiling(gradients, dim, memory_budget, held=held)
@@ -98,7 +112,7 @@ def project_parts(
         kinds = {rows.example.dtype for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
         out = torch.empty(some.stop - some.start, dim)
-        # Sums that stay in the cache while all layers are added to them.
+        # Tiles that stay in the cache while all layers are added to them.
         for start, stop in tiles(some.stop - some.start, 4 * dim, dtype.itemsize, 2 * CACHED):
             into = ProjectionSum(stop - start, dim, dtype=dtype, device=torch.device("cpu"))
             for name, form in gradients.forms.items():
@@ -111,7 +125,7 @@ def project_parts(
 
 
 def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[FactorBatch]:
-    """All rows in order, or those at some positions, so many at a time."""
+    """Iterate over all rows in order, or those at some positions, `batch_rows` at a time."""
     if chosen is None:
         yield from gradients.stream(batch_rows)
         return
@@ -123,14 +137,16 @@ def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[Facto
 def tiling(
     gradients: Gradients, dim: int, memory_budget: float | str | None, *, held: int
 ) -> tuple[int, int]:
-    """Rows at a time and bytes of temporaries, for k numbers a row, of which so many rows are held."""
+    """Return rows at a time and bytes of temporaries, for k numbers per row and `held` rows in
+    memory.
+    """
     answer = held * dim * 4
     require_room(
         answer,
-        f"{held} x {dim}, all projections at once,",
-        fix="choose a smaller dimension",
+        f"an array of {held} x {dim} projections",
+        fix="Choose a smaller dim=.",
     )
-    # Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result.
+    # Six arrays of k numbers per row: the buffer, spectra, the result.
     split = stream_shares(gradients, memory_budget, answer=answer, beside=6 * dim * 4)
     return split.train_rows, min(split.scratch, CACHED)
 
@@ -138,7 +154,7 @@ def tiling(
 def project_dense(
     gradients: torch.Tensor, projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
-    """The projections `[B, k]` of flat gradients `[B, P]`; `auto` folds them.
+    """Project flat gradients `[B, P]` to `[B, k]`; `auto` folds them.
 
     >>> import torch
     >>> from gradkeep.curvature._sketches import Projection
@@ -149,7 +165,8 @@ def project_dense(
     """
     if gradients.dim() != 2:
         raise AttributionError(
-            "gradients must be one row per sample",
+            "gradients must have one row per sample",
+            code="attribute.gradient_shape",
             found=f"shape {tuple(gradients.shape)}",
             expected="[B, P]",
         )
@@ -160,27 +177,28 @@ def project_dense(
     return require_finite(into.values())
 
 
-def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
-    """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
+def dense_matrix(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
+    """Return the matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
     _arguments.count("size", size, error=AttributionError, least=1)
-    made = sketch_of(projection, model).flat(FLAT, size)
-    if not isinstance(made, DenseMatrix):
+    sketch = sketch_of(projection, model).flat(FLAT, size)
+    if not isinstance(sketch, DenseMatrix):
         raise AttributionError(
             f"a projection of kind {projection.kind!r} has no dense matrix",
+            code="attribute.no_dense_matrix",
             expected="rademacher or normal",
         )
-    return made.matrix()
+    return sketch.matrix()
 
 
 def project_parameters(
     gradients: Mapping[str, torch.Tensor], projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
-    """The projections `[B, k]` of gradients `[B, *shape]` of parameters, by their full names.
+    """Project gradients `[B, *shape]` of parameters, by their full names, to `[B, k]`.
 
-    The same numbers as `project` gives from the factors of the layers that hold them.
+    The same numbers as `project` computes from the factors of their layers.
     """
     if not gradients:
-        raise AttributionError("there is no gradient to project")
+        raise AttributionError("gradients is empty", code="attribute.no_gradients")
     for name, value in gradients.items():
         _arguments.instance(f"gradients[{name!r}]", value, torch.Tensor, error=AttributionError)
     named = {name: widened(value) for name, value in gradients.items()}
@@ -190,8 +208,9 @@ def project_parameters(
     for name, value in named.items():
         if len(value) != len(like):
             raise AttributionError(
-                "gradients of different numbers of samples",
-                found=f"{len(like)} and, of {name}, {len(value)}",
+                "the gradients have different numbers of samples",
+                code="attribute.gradient_counts",
+                found=f"{len(like)}, and {len(value)} for {name}",
             )
         if value.numel():
             flat = value.reshape(len(value), -1)
@@ -207,7 +226,7 @@ def project_layers(
     device: torch.device,
     model: object = 0,
 ) -> Tensor:
-    """The projections `[rows, k]` of the gradients of several layers of the same rows, added up."""
+    """Return the summed projections `[rows, k]` of several layers' gradients of the same rows."""
     sketch = sketch_of(projection, model)
     into = ProjectionSum(rows, projection.dim, dtype=torch.float32, device=device)
     for form, some in layers:
@@ -221,13 +240,13 @@ def project_rows(
     projection: Projection,
     *,
     model: object = 0,
-    way: SketchWay | None = None,
+    method: SketchMethod | None = None,
     scratch: int = CACHED,
 ) -> Tensor:
-    """The projections `[B, k]` of one layer's gradients, in the dtype of the rows.
+    """Project one layer's gradients to `[B, k]`, in the dtype of the rows.
 
-    The layer's part is named by its parameters, so that sums over layers are projections of the
-    whole gradient. `way` forces how a TensorSketch is computed, else the cheapest is taken.
+    The projection of a layer is named by its parameters, so that sums over layers are projections of the whole
+    gradient. `method` sets how a TensorSketch is computed; None for the cheapest.
 
     >>> import torch
     >>> from gradkeep.curvature._sketches import Projection
@@ -241,7 +260,7 @@ def project_rows(
     rows = rows.widened()
     like = rows.example
     into = ProjectionSum(len(rows), projection.dim, dtype=like.dtype, device=like.device)
-    add_rows(sketch_of(projection, model), into, form, rows, way=way, scratch=scratch)
+    add_rows(sketch_of(projection, model), into, form, rows, method=method, scratch=scratch)
     return into.values()
 
 
@@ -251,13 +270,13 @@ def add_rows(
     form: AnyForm,
     rows: GradientRows,
     *,
-    way: SketchWay | None = None,
+    method: SketchMethod | None = None,
     scratch: int = CACHED,
 ) -> None:
     """Add the projections of one layer's gradients to a sum."""
     if not len(rows):
         return
-    if not (sketch.tensor and _add_products(sketch, into, form, rows, way, scratch)):
+    if not (sketch.tensor and _add_products(sketch, into, form, rows, method, scratch)):
         _add_restored(sketch, into, form, rows, scratch)
 
 
@@ -266,16 +285,20 @@ def _add_products(
     into: ProjectionSum,
     form: AnyForm,
     rows: GradientRows,
-    way: SketchWay | None,
+    method: SketchMethod | None,
     scratch: int,
 ) -> bool:
-    """Add outer products without restoring them; False if there are none or restoring is cheaper."""
+    """Add outer products without restoring them; False if there are none or restoring is
+    cheaper.
+    """
     products = form.outer_products(rows, scratch=scratch)
     if products is None:
         return False
     weight = form.parameters[0]
     sides = sketch.sides(weight.name, weight.shape)
-    chosen = way or sides.way(form.count_outer_products(rows), patches=form.kind == "conv")
+    chosen = method or sides.choose_method(
+        form.count_outer_products(rows), patches=form.kind == "conv"
+    )
     for part in products:
         if part.ids is not None:
             _add_tokens(sides, into, part, scratch)
@@ -302,18 +325,18 @@ def _add_tokens(
 ) -> None:
     assert part.ids is not None
     where = row_of(part.spans, part.right.device) + part.start
-    # Of each value a place beside it, twice while it is made.
+    # Six values per value: its index, and temporaries.
     for start, stop in tiles(len(where), 6 * sides.width, part.right.element_size(), scratch):
         some = slice(start, stop)
         sides.add_tokens(into, part.ids[some], part.right[some], where[some])
 
 
 def _pieces(parts: Spans, dim: int, item: int, scratch: int) -> Iterator[tuple[int, slice, Spans]]:
-    """(first row, positions, their spans) of so many positions that their spectra fit.
+    """Yield (first row, positions, their spans) of as many positions as their spectra fit.
 
-    A row with more than that comes in several pieces, which add up.
+    A row with more positions is split into several pieces, which add up.
     """
-    # Arrays of k numbers that a position has while its spectrum is made.
+    # Six arrays of k numbers per position while its spectrum is computed.
     most = max(1, scratch // (6 * dim * item))
     for start, stop in parts.tiles(most):
         low, high = parts.bounds[start], parts.bounds[stop]

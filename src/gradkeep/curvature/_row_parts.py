@@ -1,4 +1,4 @@
-"""Rows of one layer, some at a time, and whose gradients the Fisher matrix is made of."""
+"""Iterate over the rows of one layer, and sum them with weights."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class RowPart:
     stop: int
     factors: GradientRows
     slopes: Tensor | None
-    """`[B]`: what the gradients are still to be multiplied with."""
+    """`[B]`: factors that the gradients are still to be multiplied with."""
 
 
 def only_layer(gradients: Gradients, layer: str) -> Gradients:
-    """The gradients of one layer; only its arrays are read."""
+    """Restrict gradients to one layer; only its arrays are read."""
     return dataclasses.replace(gradients, forms={layer: gradients.forms[layer]})
 
 
 def row_parts(
     gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int
 ) -> Iterator[RowPart]:
-    """All rows of a layer in order, while `held` bytes are taken by something else."""
+    """Iterate over all rows of a layer in order, while `held` bytes are in use elsewhere."""
     one = only_layer(gradients, layer)
     slopes = one.slopes()
     for some in one.stream(stream_shares(one, memory_budget, answer=held).train_rows):
@@ -52,28 +52,28 @@ def row_parts(
 def held_rows(
     gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int, room: int
 ) -> list[RowPart] | None:
-    """All rows of a layer, as they lie in the store, to be passed over again; None: too many bytes.
+    """Read all rows of a layer to iterate over them again; None if they take too many bytes.
 
-    To open and check the parts of a capture costs as much as a look at what one layer has there.
+    Opening and checking the segments of a capture costs as much as reading one layer.
     """
     one = only_layer(gradients, layer)
-    # An error also where all would fit.
+    # Raises for a budget that is too small.
     count = stream_shares(one, memory_budget, answer=held).train_rows
     if one.rows([0]).factors[layer].widened().nbytes * len(one) > room:
         return None
-    found, slopes = [], one.slopes()
+    parts, slopes = [], one.slopes()
     for some in one.stream(count):
         rows = some.factors[layer].widened()
         room -= rows.nbytes
         if room < 0:  # rows that follow have more positions than the first
             return None
         part = None if slopes is None else slopes[some.start : some.stop]
-        found.append(RowPart(some.start, some.stop, rows, part))
-    return found
+        parts.append(RowPart(some.start, some.stop, rows, part))
+    return parts
 
 
 def joined(form: AnyForm, parts: Iterable[RowPart]) -> Iterator[RowPart]:
-    """The same rows in larger parts, of some thousand positions: products of few are slow."""
+    """Join rows into parts of some thousand positions: products of few are slow."""
     if not form.factored or form.kind not in _JOINED:
         yield from parts
         return
@@ -113,7 +113,9 @@ _JOINED: dict[str, Callable[[list[Any]], GradientRows]] = {
 def weighted(
     gradients: Gradients, layer: str, shares: Tensor, memory_budget: float | str | None
 ) -> Tensor:
-    """Sums `[K, P]` of a layer's gradients, of which each row counts `shares` `[K, N]`; float64."""
+    """Return sums `[K, P]` of a layer's gradients with the weights `shares` `[K, N]`, in
+    float64.
+    """
     form = gradients.forms[layer]
     out = torch.zeros(len(shares), form.restored_size, dtype=torch.float64)
     for part in row_parts(gradients, layer, memory_budget, held=16 * out.numel()):
@@ -125,8 +127,8 @@ def weighted(
 
 
 def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
-    """Sums `[K, P]` of the gradients of some rows, of which each counts `shares` `[K, B]`."""
-    # Of many positions a sum costs as much as restoring all rows: they are restored once.
+    """Return sums `[K, P]` of the gradients of some rows with the weights `shares` `[K, B]`."""
+    # With many positions a sum costs as much as restoring all rows, so restore them once.
     shared = form.factored and not form.sparse and rows.positions > len(rows)
     if len(shares) == 1 or not shared:
         return form.weighted_sum(rows, shares)
@@ -138,7 +140,7 @@ def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
 
 
 def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:
-    """The restored gradients `[B, P]` of some rows of a layer."""
+    """Return the restored gradients `[B, P]` of some rows of a layer."""
     factors = only_layer(gradients, layer).rows(positions).factors[layer].widened()
     dense = gradients.forms[layer].restore(factors)
     slopes = gradients.slopes()

@@ -1,4 +1,4 @@
-"""Random projections of gradients: dense matrices, folds, and sketches straight from factors."""
+"""Random projections of gradients: dense matrices, folds, and sketches directly from factors."""
 
 from __future__ import annotations
 
@@ -26,22 +26,31 @@ if TYPE_CHECKING:
 ProjectionKind = Literal["auto", "tensor-sketch", "fold", "sjlt", "rademacher", "normal"]
 KINDS: tuple[str, ...] = get_args(ProjectionKind)
 PARTS = 4
-"""Of an SJLT: each value is added to so many of the k numbers."""
+"""Number of the k values that an SJLT adds each value to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A random linear map of gradients to `dim` numbers, the same for the same seed everywhere.
 
-    - `tensor-sketch`: straight from factors; value (r, c) of a weight `[R, C]` is added, with a
-      random sign for r and one for c, at a random place for r moved by c;
+    - `tensor-sketch`: directly from factors; value (r, c) of a weight `[R, C]` is added, with a
+      random sign for r and one for c, at a random place for r shifted by c;
     - `fold`: blocks of k values, each shifted at random, with random signs;
     - `sjlt`: four folds of k / 4, divided by 2;
     - `rademacher`, `normal`: a dense random matrix / sqrt(k);
-    - `auto`: `tensor-sketch` where parameters are known by name, `fold` for flat gradients.
+    - `auto`: `tensor-sketch` if parameters are known by name, `fold` for flat gradients.
 
-    >>> Projection(dim=1024).expected_error
-    0.03125
+    Attributes:
+        kind: Kind of the projection, see above.
+        dim: Number k of values per row.
+        seed: Seed of the random numbers.
+
+    Raises:
+        AttributionError: An option has a wrong value.
+
+    Example:
+        >>> Projection(dim=1024).expected_error
+        0.03125
     """
 
     kind: ProjectionKind = "auto"
@@ -58,18 +67,19 @@ class Projection:
                 "a projection needs a positive dimension"
                 if least == 1
                 else f"an SJLT needs at least {least} dimensions",
+                code="attribute.projection_dim",
                 found=f"dim={self.dim}",
-                fix="512 to 4096 are usual",
+                fix="Use dim=512 to 4096.",
             )
 
     @property
     def expected_error(self) -> float:
-        """The standard deviation of (estimate - true) / (|x| |y|) to expect: 1 / sqrt(k)."""
+        """Standard deviation of (estimate - true) / (|x| |y|): 1 / sqrt(k)."""
         return 1 / math.sqrt(self.dim)
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number of any kind, as Python's own."""
+    """Validate a whole number."""
     least = -_arguments.LARGEST
     return _arguments.count(
         f"the {name} of a projection", value, error=AttributionError, least=least
@@ -77,8 +87,8 @@ def whole(name: str, value: object) -> int:
 
 
 def require_finite(values: Tensor, ids: Any = None) -> Tensor:
-    """The values `[B, k]`, if all are finite; else an error that names the first rows."""
-    # What is not finite leaves no sum finite: one pass, and a closer look only if it must be.
+    """Return values `[B, k]` if all are finite; else raise with the first rows."""
+    # One infinite value makes the sum infinite, so one pass is mostly enough.
     if bool(values.sum().isfinite()):
         return values
     good = values.isfinite().all(1)
@@ -87,36 +97,42 @@ def require_finite(values: Tensor, ids: Any = None) -> Tensor:
     bad = (~good).nonzero()[:, 0].tolist()
     named = bad if ids is None else [int(ids[row]) for row in bad]
     raise AttributionError(
-        f"{len(bad)} gradients are infinite or not a number",
-        found=f"{'rows' if ids is None else 'ids'} {', '.join(map(str, named[:5]))}"
-        + (" ..." if len(bad) > 5 else ""),
-        fix="look at the inputs and losses of these rows, or leave them out",
+        f"{len(bad)} gradients are infinite or NaN",
+        code="attribute.not_finite",
+        found=(
+            f"{'rows' if ids is None else 'ids'} {', '.join(map(str, named[:5]))}"
+            + (" ..." if len(bad) > 5 else "")
+        ),
+        fix="Check the inputs and losses of these rows, or leave them out.",
     )
 
 
-def require_room(needed: int, what: str, *, fix: str) -> None:
-    """Raise if so many bytes are more than the machine has.
+def require_room(needed: int, name: str, *, fix: str) -> None:
+    """Raise if this many bytes are more than the machine has.
 
-    >>> require_room(1 << 60, "a matrix", fix="make it smaller")
+    >>> require_room(1 << 60, "a matrix", fix="Make it smaller.")
     Traceback (most recent call last):
     gradkeep.errors.AttributionError: a matrix does not fit into memory...
     """
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
         raise AttributionError(
-            f"{what} does not fit into memory",
+            f"{name} does not fit into memory",
+            code="attribute.out_of_memory",
             found=f"{format_bytes(needed)} needed",
-            expected=f"less than the machine's {format_bytes(there)}",
+            expected=f"less than the {format_bytes(available)} of this machine",
             fix=fix,
         )
 
 
 TILE = 1024
-"""Rows and columns of a whole tile; part of what the matrix is, so it must not change."""
+"""Rows and columns of a whole tile; changing it changes the matrix."""
 
 
 class DenseMatrix:
-    """values `[b, P]` @ matrix `[P, k]` / sqrt(k); 2 P k operations a row, and P k draws a call."""
+    """values `[b, P]` @ matrix `[P, k]` / sqrt(k); 2 P k operations per row, and P k draws per
+    call.
+    """
 
     def __init__(
         self, kind: Literal["rademacher", "normal"], size: int, dim: int, *words: object
@@ -134,7 +150,7 @@ class DenseMatrix:
                 at.addmm_(part, tile.to(values), alpha=self._dim**-0.5)
 
     def matrix(self) -> Tensor:
-        """The whole matrix `[P, k]`, without its scale."""
+        """Return the whole matrix `[P, k]`, without its scale."""
         out = torch.empty(self._size, self._dim)
         for high in range(0, self._size, TILE):
             for low in range(0, self._dim, TILE):
@@ -151,12 +167,12 @@ class DenseMatrix:
 class Fold:
     """Value i of block j = i // k is added with its sign at (i mod k + shift_j) mod k.
 
-    One pass and no temporary; P operations a row. Two values of one block never meet.
+    One pass and no temporary; P operations per row. Two values of one block never collide.
     """
 
     def __init__(self, size: int, dim: int, *words: object) -> None:
         self.size, self.dim = size, dim
-        # A byte each: as floats they would take four times the room, and a block is soon widened.
+        # One byte each; floats would take four times the memory, and blocks are converted quickly.
         self._signs = _random.signs(size, *words)
         self._shifts = _random.places(-(-size // dim), dim, "shift", *words).tolist()
 
@@ -167,7 +183,9 @@ class Fold:
 
 
 class Sjlt:
-    """Four folds of a quarter of the numbers each, divided by 2: every value is added four times."""
+    """Four folds of a quarter of the numbers each, divided by 2: every value is added four
+    times.
+    """
 
     def __init__(self, size: int, dim: int, parts: int, *words: object) -> None:
         self.dim = dim
@@ -198,7 +216,7 @@ def fold_into(room: Tensor, values: Tensor, signs: Tensor, shifts: list[int], di
 
 
 def folded(values: Tensor, signs: Tensor, shifts: list[int], dim: int) -> Tensor:
-    """Values `[..., C]` folded to `[..., min(C, dim)]`; up to `dim` they keep their places."""
+    """Fold values `[..., C]` to `[..., min(C, dim)]`; up to `dim` values keep their places."""
     if values.shape[-1] <= dim:
         return values * signs.to(values.dtype)
     flat = values.reshape(-1, values.shape[-1])
@@ -208,11 +226,11 @@ def folded(values: Tensor, signs: Tensor, shifts: list[int], dim: int) -> Tensor
 
 
 class ProjectionSum:
-    """The sketch `[B, k]` of rows, as the sum of what was added so far.
+    """Sketch `[B, k]` of rows, as the sum of what was added so far.
 
-    Blocks of up to k numbers are added at a shift below k without looking at the end: the buffer
-    has 2k numbers, and the second half is added to the first when all is done. Products of
-    spectra are added as spectra, so that all layers share one inverse transform.
+    Blocks of up to k numbers are added at a shift below k without wrapping: the buffer has 2k numbers, and the
+    second half is added to the first at the end. Products of spectra are added as spectra, so that all layers
+    share one inverse transform.
     """
 
     def __init__(self, rows: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -221,13 +239,13 @@ class ProjectionSum:
         self._spectrum: Tensor | None = None
 
     def add_spectrum(self, start: int, spectrum: Tensor) -> None:
-        """Add to rows from `start` on what has this half spectrum `[b, k // 2 + 1]`."""
+        """Add a half spectrum `[b, k // 2 + 1]` to rows from `start` on."""
         if self._spectrum is None:
             self._spectrum = spectrum.new_zeros(len(self.buffer), spectrum.shape[1])
         self._spectrum[start : start + len(spectrum)] += spectrum
 
     def values(self) -> Tensor:
-        """The sum `[B, k]`."""
+        """Return the sum `[B, k]`."""
         out = self.buffer[:, : self.dim] + self.buffer[:, self.dim :]
         if self._spectrum is not None:
             out += torch.fft.irfft(self._spectrum, n=self.dim)
@@ -235,21 +253,21 @@ class ProjectionSum:
 
 
 FLAT = "gradient"
-"""The name of a gradient whose parameters are not told apart."""
+"""Name of a gradient that is not split into parameters."""
 
 
 class FlatSketch(Protocol):
-    """What a projection does to a vector of values."""
+    """Projection of a vector of values."""
 
     def add(self, into: ProjectionSum, start: int, values: Tensor) -> None:
         """Add the projections of values `[b, P]` to rows from `start` on."""
 
 
 class GradientSketch:
-    """One projection of one model's gradients; its parts are made when they are first needed.
+    """Projection of one model's gradients; its parts are created at first use.
 
-    Parts belong to parameters by name and shape, not to layers: however a layer is kept, and
-    whether its gradients come from factors or from autograd, the numbers are the same.
+    Parts belong to parameters by name and shape, not to layers: the numbers do not depend on how a layer is stored,
+    and whether its gradients come from factors or from autograd.
     """
 
     def __init__(self, projection: Projection, model: object) -> None:
@@ -260,11 +278,11 @@ class GradientSketch:
 
     @property
     def tensor(self) -> bool:
-        """Whether factors are sketched as they are."""
+        """True if factors are sketched directly."""
         return self.projection.kind in ("auto", "tensor-sketch")
 
     def sides(self, name: str, shape: tuple[int, ...]) -> TensorSketch:
-        """What a TensorSketch does to a parameter."""
+        """Return the TensorSketch of a parameter."""
         if (name, shape) not in self._sides:
             rows = shape[0] if len(shape) > 1 else 1
             words = (self.projection.seed, self.model, name)
@@ -274,12 +292,12 @@ class GradientSketch:
         return self._sides[name, shape]
 
     def flat(self, name: str, size: int) -> FlatSketch:
-        """What any other projection does to the values of a parameter."""
+        """Return any other projection of the values of a parameter."""
         if (name, size) not in self._flat:
-            self._flat[name, size] = self._made(name, size)
+            self._flat[name, size] = self._build(name, size)
         return self._flat[name, size]
 
-    def _made(self, name: str, size: int) -> FlatSketch:
+    def _build(self, name: str, size: int) -> FlatSketch:
         dim = self.projection.dim
         words = (self.projection.seed, self.model, name)
         match self.projection.kind:
@@ -304,33 +322,33 @@ class GradientSketch:
 
 
 def sketch_of(projection: Projection, model: object) -> GradientSketch:
-    """The sketch of a model, kept for the next batch."""
+    """Return the sketch of a model, cached for the next batch."""
     if not isinstance(model, Hashable):
         raise _arguments.argument_error(
             "model", model, error=AttributionError, expected="a number, a text or the like"
         )
-    return _kept_sketch(projection, model)
+    return _cached_sketch(projection, model)
 
 
 @lru_cache(maxsize=4)
-def _kept_sketch(projection: Projection, model: object) -> GradientSketch:
+def _cached_sketch(projection: Projection, model: object) -> GradientSketch:
     return GradientSketch(projection, model)
 
 
-SketchWay = Literal["matrix", "blocks", "spectrum"]
+SketchMethod = Literal["matrix", "blocks", "spectrum"]
 _FEW = 1 << 14
-"""Values below which a block is not worth an operation of its own."""
+"""Values below which a block is not worth its own operation."""
 _CALL, _ADD, _MOVE, _SCATTER, _BUTTERFLY, _PRODUCT = 3500.0, 0.15, 0.6, 1.0, 0.17, 0.04
-"""Nanoseconds: to call an operation, and per value to add what is in the cache, to move what is
-not, to scatter, to transform and to multiply."""
+"""Nanoseconds to call an operation and, per value, to add inside the cache, to move outside of it,
+to scatter, to transform and to multiply."""
 _ROWS = 64
 """Rows at once that costs are compared for."""
 _CACHED = 1 << 21
-"""Bytes of the rows of the sum that one block after the other is added to."""
+"""Bytes of the rows of the sum that blocks are added to, one after the other."""
 
 
 class TensorSketch:
-    """The sides of one parameter, `[R, C]` in its layout: shifts of rows, signs of both."""
+    """Sketch of one parameter, `[R, C]` in its layout: shifts of rows, signs of both sides."""
 
     def __init__(self, rows: int, cols: int, dim: int, *words: object) -> None:
         self.rows, self.cols, self.dim = rows, cols, dim
@@ -341,18 +359,18 @@ class TensorSketch:
 
     @property
     def width(self) -> int:
-        """Numbers that a row of the weight takes once it is folded."""
+        """Numbers per row of the weight after folding."""
         return min(self.cols, self.dim)
 
     def add_matrix(self, into: ProjectionSum, start: int, values: Tensor) -> None:
         """Add gradients `[b, R, C]` to rows from `start` on: each row of the weight at its shift.
 
-        R C operations a row.
+        R C operations per row.
         """
-        # Signs of the columns first: what is folded must have them before.
+        # Signs of the columns must be applied before folding.
         flat = self._folded(values)
         count, device = len(values), values.device
-        # Few rows of the sum at a time, so that they stay in the cache while all blocks pass.
+        # Few rows of the sum at a time, so that they stay in the cache for all blocks.
         step = max(1, _CACHED // (2 * self.dim * values.element_size()))
         signs = self._row_signs.tolist()
         if min(step, count) * self.width < _FEW:
@@ -366,17 +384,22 @@ class TensorSketch:
             for row, (shift, sign) in enumerate(zip(self._shifts.tolist(), signs, strict=True)):
                 room[:, shift : shift + self.width].add_(some[:, row], alpha=sign)
 
-    def add_blocks(self, into: ProjectionSum, start: int, left: Tensor, right: Tensor) -> None:
-        """Add products `[b, R] x [b, C]` of one position a row, without forming them.
+    def add_blocks(
+        self, into: ProjectionSum, start: int, suffixes: Tensor, prefixes: Tensor
+    ) -> None:
+        """Add products `[b, R] x [b, C]` of one position per row, without forming them.
 
-        R C operations a row.
+        R C operations per row.
         """
-        right = self._folded(right)
-        left = left * self._row_signs.to(left)
-        step = max(1, _CACHED // (2 * self.dim * left.element_size()))
+        prefixes = self._folded(prefixes)
+        suffixes = suffixes * self._row_signs.to(suffixes)
+        step = max(1, _CACHED // (2 * self.dim * suffixes.element_size()))
         shifts, width = self._shifts.tolist(), self.width
-        for first in range(0, len(left), step):
-            some, times = right[first : first + step], left[first : first + step].t().unsqueeze(2)
+        for first in range(0, len(suffixes), step):
+            some, times = (
+                prefixes[first : first + step],
+                suffixes[first : first + step].t().unsqueeze(2),
+            )
             room = into.buffer[start + first : start + first + len(some)]
             for row, shift in enumerate(shifts):
                 room[:, shift : shift + width].addcmul_(some, times[row])
@@ -385,46 +408,49 @@ class TensorSketch:
         self,
         into: ProjectionSum,
         start: int,
-        left: Tensor,
-        right: Tensor,
+        suffixes: Tensor,
+        prefixes: Tensor,
         parts: Spans,
         *,
         first: int = 0,
     ) -> None:
         """Add sums over positions of products `[S, R] x [S, C]`, as products of their transforms.
 
-        Two transforms of k numbers a position. `left` may be some rows of the weight only, from
-        `first` on.
+        Two transforms of k numbers per position. `suffixes` may be some rows of the weight only, from `first` on.
         """
-        if not len(left):  # the transforms refuse nothing at all
+        if not len(suffixes):  # transforms do not accept empty tensors
             return
-        chosen = slice(first, first + left.shape[1])
-        scattered = left.new_zeros(len(left), self.dim)
+        chosen = slice(first, first + suffixes.shape[1])
+        scattered = suffixes.new_zeros(len(suffixes), self.dim)
         scattered.index_add_(
-            1, self._shifts[chosen].to(left.device), left * self._row_signs[chosen].to(left)
+            1,
+            self._shifts[chosen].to(suffixes.device),
+            suffixes * self._row_signs[chosen].to(suffixes),
         )
         spectrum = torch.fft.rfft(scattered)
-        spectrum *= torch.fft.rfft(self._folded(right), n=self.dim)
+        spectrum *= torch.fft.rfft(self._folded(prefixes), n=self.dim)
         into.add_spectrum(start, sum_rows(spectrum, parts))
 
     def add_tokens(self, into: ProjectionSum, ids: Tensor, values: Tensor, where: Tensor) -> None:
-        """Add values `[S, C]` to the rows `ids` of the weight, of the rows `where` of the sum.
+        """Add values `[S, C]` to the rows `ids` of the weight, for the rows `where` of the sum.
 
-        C operations a token.
+        C operations per token.
         """
         flat = self._folded(values) * self._row_signs.to(values)[ids].unsqueeze(1)
         begin = where * into.buffer.shape[1] + self._shifts.to(ids.device)[ids]
         index = begin.unsqueeze(1) + torch.arange(self.width, device=ids.device)
         into.buffer.view(-1).index_add_(0, index.flatten(), flat.flatten())
 
-    def way(self, positions: float, *, patches: bool = False) -> SketchWay:
-        """The cheapest way for rows with so many positions; `matrix` means to restore first."""
+    def choose_method(self, positions: float, *, patches: bool = False) -> SketchMethod:
+        """Choose the cheapest method for rows with this many positions; `matrix` restores them
+        first.
+        """
         return min(self.costs(positions, patches=patches).items(), key=lambda item: item[1])[0]
 
-    def costs(self, positions: float, *, patches: bool = False) -> dict[SketchWay, float]:
-        """Nanoseconds a row that each way takes, about; never a function of the batch.
+    def costs(self, positions: float, *, patches: bool = False) -> dict[SketchMethod, float]:
+        """Return the approximate nanoseconds per row of each method, independent of the batch.
 
-        `patches` says that the columns are those of a convolution, which have to be laid out.
+        With `patches` the columns are those of a convolution, which must be built.
         """
         size = self.rows * self.cols
         calls = self.rows * _CALL / _ROWS
@@ -432,15 +458,15 @@ class TensorSketch:
         transform = _BUTTERFLY * self.dim * math.log2(self.dim + 1)
         position = 2 * transform + _MOVE * (self.dim + self.cols) + _SCATTER * self.rows
         if patches:
-            # Nanoseconds more per value of a patch that is laid out by position, not by channel.
+            # 4 ns per value of a patch, which is built by position, not by channel.
             position += 4.0 * self.cols
-        found: dict[SketchWay, float] = {
+        costs: dict[SketchMethod, float] = {
             "matrix": _PRODUCT * positions * size + 2 * _MOVE * size + put,
             "spectrum": positions * position,
         }
         if positions == 1 and not patches:
-            found["blocks"] = _ADD * size + calls
-        return found
+            costs["blocks"] = _ADD * size + calls
+        return costs
 
     def _folded(self, values: Tensor) -> Tensor:
         return folded(values, self._col_signs.to(values.device), self._col_shifts, self.dim)

@@ -1,7 +1,7 @@
-"""Moments of both sides of layers that are kept dense, beside their capture in the store.
+"""Moments of both sides of layers that are stored dense, beside their capture in the store.
 
-A dense gradient does not tell the prefixes and suffixes that it was the product of. The first rows'
-second moments of them are few bytes, and are all that Kronecker products need.
+A dense gradient does not contain its prefixes and suffixes. Second moments of the first rows' factors are small,
+and are all that Kronecker products need.
 """
 
 from __future__ import annotations
@@ -29,38 +29,41 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _FORM = "form of "
-_SIDES = ("left", "right")
+_SIDES = {"left": "suffixes", "right": "prefixes"}
+"""Array names in the store, and the fields of `SideMoments`."""
 _IDS = "row ids"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideMoments:
-    """Of one layer, by the groups of its weight."""
+    """Moments of one layer, by the groups of its weight."""
 
     form: AnyForm
-    """The form that its factors had; its first weight block is what these are of."""
-    left: torch.Tensor
-    """Of suffixes, sum g g^T / rows: `[G, R, R]`, or a diagonal `[G, R]`."""
-    right: torch.Tensor
-    """Of prefixes, sum x x^T / positions: `[G, C, C]`, or a diagonal `[G, C]`."""
+    """Form of its factors; the moments are those of its first weight block."""
+    suffixes: torch.Tensor
+    """sum g g^T / rows: `[G, R, R]`, or a diagonal `[G, R]`."""
+    prefixes: torch.Tensor
+    """sum x x^T / positions: `[G, C, C]`, or a diagonal `[G, C]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredMoments:
-    """Those of a capture: of its first rows' loss gradients, by the layers that it keeps dense."""
+    """Moments of a capture: of its first rows' loss gradients, by the layers that it stores
+    dense.
+    """
 
     layers: Mapping[str, SideMoments]
     rows: int
-    """Of how many rows, the first ones."""
+    """Number of rows, the first ones of the capture."""
     weights: str
-    """The fingerprint of the weights that they were made at."""
+    """Fingerprint of the weights."""
     ids: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    """The ids of those rows; None of captures that were made before they were kept."""
+    """Ids of those rows; None in old captures."""
 
     def dropped(self, gradients: Gradients) -> int | None:
-        """How many of their rows are no longer among these gradients; None: nobody knows.
+        """Return how many of their rows are not among these gradients; None if unknown.
 
-        Sums over rows cannot be taken apart: what was dropped from a capture stays in its moments.
+        Rows that were dropped from a capture remain in its moments, which are sums.
         """
         if self.ids is not None:
             return int((~np.isin(self.ids, gradients.ids)).sum())
@@ -68,25 +71,25 @@ class StoredMoments:
 
     @classmethod
     def of(cls, gradients: Gradients) -> Self | None:
-        """Those that are kept beside these gradients; None if there are none.
+        """Read the moments beside these gradients; None if there are none.
 
         >>> import gradkeep as gk, tempfile
         >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
         >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
         >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train", keep="dense")
-        >>> found = StoredMoments.of(gk.gradients(store, split="train"))
-        >>> found.rows, [one.left.shape for one in found.layers.values()]
+        >>> moments = StoredMoments.of(gk.gradients(store, split="train"))
+        >>> moments.rows, [layer.suffixes.shape for layer in moments.layers.values()]
         (5, [torch.Size([1, 3, 3])])
         """
         if gradients.of != "loss":
             return None
         store = Store(gradients.block.backend, durability=gradients.block.durability)
-        found = cls.read(store, gradients.key)
-        return found if found is not None and found.weights == gradients.weights else None
+        moments = cls.read(store, gradients.key)
+        return moments if moments is not None and moments.weights == gradients.weights else None
 
     @classmethod
     def read(cls, store: Store, key: CaptureKey) -> Self | None:
-        """Those of a capture; None if there are none, or none that this version knows."""
+        """Read the moments of a capture; None if there are none in a known format."""
         if not store.has(key.moments):
             return None
         with contextlib.suppress(NotSealedError):
@@ -102,11 +105,11 @@ class StoredMoments:
         return None
 
     def save(self, store: Store, key: CaptureKey) -> None:
-        """Put them beside a capture; what an interrupted run left of others is replaced."""
+        """Write them beside a capture, replacing those of an interrupted run."""
         values = {
-            f"{name}.{side}": getattr(one, side).cpu().float().numpy()
+            f"{name}.{side}": getattr(one, field).cpu().float().numpy()
             for name, one in self.layers.items()
-            for side in _SIDES
+            for side, field in _SIDES.items()
         }
         if self.ids is not None:
             values[_IDS] = np.asarray(self.ids, np.int64)
@@ -135,7 +138,7 @@ class StoredMoments:
 
 
 class _LayersOnDisk(Mapping[str, SideMoments]):
-    """Layers that are read when they are asked for: together they may not fit."""
+    """Layers that are read on access: together they may not fit in memory."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
@@ -150,8 +153,8 @@ class _LayersOnDisk(Mapping[str, SideMoments]):
         form = form_from_fields(json.loads(self._forms[name]))
         names = [f"{name}.{side}" for side in _SIDES]
         row = self._block.read_rows(np.zeros(1, np.int64), names)
-        left, right = (torch.from_numpy(np.array(row[array])[0]) for array in names)
-        return SideMoments(form, left, right)
+        suffixes, prefixes = (torch.from_numpy(np.array(row[array])[0]) for array in names)
+        return SideMoments(form, suffixes, prefixes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._forms)

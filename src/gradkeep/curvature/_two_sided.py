@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TwoSided:
-    """Numbers kept of each side of a weight: `[R, C]` becomes `[min(R, rows), min(C, cols)]`.
+    """Sizes of the projected sides of a weight: `[R, C]` becomes `[min(R, rows), min(C, cols)]`.
 
-    A side that is not longer than that is kept as it is. The columns are the layer's inputs with
-    its bias behind them (of weights that are laid out the other way, its outputs).
+    A side that is not longer than that stays as it is. The columns are the layer's inputs, followed by its bias (for
+    transposed weights, its outputs).
 
-    >>> from gradkeep.factors._form import Parameter
-    >>> TwoSided(32, 32).width((Parameter("w", (256, 64)), Parameter("b", (256,))))
-    1024
+    Attributes:
+        rows: Size of the projected rows.
+        cols: Size of the projected columns.
+        seed: Seed of the random matrices.
+
+    Example:
+        >>> from gradkeep.factors._form import Parameter
+        >>> TwoSided(32, 32).width((Parameter("w", (256, 64)), Parameter("b", (256,))))
+        1024
     """
 
     rows: int = 64
@@ -43,11 +49,12 @@ class TwoSided:
         if min(self.rows, self.cols) < 1:
             raise AttributionError(
                 "both sides of a two-sided projection need a positive dimension",
+                code="attribute.projection_dim",
                 found=f"rows={self.rows}, cols={self.cols}",
             )
 
     def width(self, parameters: tuple[Parameter, ...]) -> int:
-        """The numbers that the parameters of a layer become."""
+        """Return the number of values that the parameters of a layer are projected to."""
         return sum(
             min(self.rows, weight.rows) * min(self.cols, weight.cols)
             for weight in _weights(parameters)
@@ -61,10 +68,10 @@ def two_sided(
     model: object = 0,
     memory_budget: float | str | None = None,
 ) -> Tensor:
-    """The projections `[N, K]` of a capture's gradients, those of all layers side by side.
+    """Project a capture's gradients to `[N, K]`, all layers side by side.
 
-    Of each weight's gradient sum_t u_t v_t^T, the numbers sum_t (L^T u_t)(M^T v_t)^T with normal
-    matrices L / sqrt(rows) and M / sqrt(cols). Cost: T (R rows + C cols) products a row and layer.
+    For each weight's gradient sum_t u_t v_t^T, the numbers sum_t (L^T u_t)(M^T v_t)^T with normal matrices
+    L / sqrt(rows) and M / sqrt(cols). Cost: T (R rows + C cols) products per row and layer.
     """
     width = sum(projection.width(form.restored_parameters) for form in gradients.forms.values())
     batch_rows, scratch = tiling(gradients, width, memory_budget, held=len(gradients))
@@ -91,13 +98,13 @@ def two_sided_rows(
     model: object = 0,
     scratch: int = CACHED,
 ) -> Tensor:
-    """The projections `[B, K]` of one layer's gradients, in the dtype of the rows."""
+    """Project one layer's gradients to `[B, K]`, in the dtype of the rows."""
     return _layer(_Maps(projection, model), form, rows.widened(), scratch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight with its bias as the last column, or a parameter by itself."""
+    """A weight with its bias as the last column, or a parameter alone."""
 
     name: str
     rows: int
@@ -106,7 +113,7 @@ class _Weight:
 
 
 def _weights(parameters: tuple[Parameter, ...]) -> list[_Weight]:
-    """A second parameter with a value for each row of the first is its last column."""
+    """Treat a second parameter with a value for each row of the first as its last column."""
     if len(parameters) == 2:
         first, second = parameters
         if len(first.shape) > 1 and second.shape == first.shape[:1]:
@@ -119,11 +126,11 @@ def _weights(parameters: tuple[Parameter, ...]) -> list[_Weight]:
 
 
 class _Maps:
-    """The matrices that the sides of weights are multiplied with, made when first needed."""
+    """Matrices that the sides of weights are multiplied with, created at first use."""
 
     def __init__(self, projection: TwoSided, model: object) -> None:
         self.projection, self._model = projection, model
-        self._made: dict[tuple[str, str, int], Tensor] = {}
+        self._matrices: dict[tuple[str, str, int], Tensor] = {}
 
     def left(self, weight: _Weight) -> Tensor:
         """`[R, rows]`."""
@@ -134,17 +141,17 @@ class _Maps:
         return self._of("columns", weight.name, weight.cols, self.projection.cols)
 
     def _of(self, side: str, name: str, size: int, to: int) -> Tensor:
-        if (side, name, size) not in self._made:
+        if (side, name, size) not in self._matrices:
             words = ("two-sided", self.projection.seed, self._model, name, side)
             matrix = torch.eye(size)
             if size > to:
                 matrix = _random.normals(size * to, *words).view(size, to) / math.sqrt(to)
-            self._made[side, name, size] = matrix
-        return self._made[side, name, size]
+            self._matrices[side, name, size] = matrix
+        return self._matrices[side, name, size]
 
 
 def _layer(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> Tensor:
-    """One layer's projections `[B, K]`."""
+    """Return one layer's projections `[B, K]`."""
     parameters = form.restored_parameters
     if not len(rows):
         return torch.empty(0, maps.projection.width(parameters))
@@ -152,20 +159,20 @@ def _layer(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> Tens
     if products is None:
         return _restored(maps, form, rows, scratch)
     weights = _weights(parameters)
-    like, kept = rows.example, maps.projection
-    high, wide = min(kept.rows, weights[0].rows), min(kept.cols, weights[0].cols)
-    found = like.new_zeros(len(rows), high, wide)
+    like, sizes = rows.example, maps.projection
+    high, wide = min(sizes.rows, weights[0].rows), min(sizes.cols, weights[0].cols)
+    projected = like.new_zeros(len(rows), high, wide)
     for part in products:
-        found[part.start : part.start + len(part.spans)] += _products(maps, weights[0], part)
+        projected[part.start : part.start + len(part.spans)] += _products(maps, weights[0], part)
     bias = form.bias_gradients(rows)
-    parts = [_with_bias(maps, weights[0], found, bias).flatten(1)]
+    parts = [_with_bias(maps, weights[0], projected, bias).flatten(1)]
     if len(weights) > 1 and bias is not None:
         parts.append(_matrices(maps, weights[1], bias.unsqueeze(1)).flatten(1))
     return torch.cat(parts, 1)
 
 
 def _products(maps: _Maps, weight: _Weight, part: OuterProducts) -> Tensor:
-    """Sums over positions of products of both sides `[b, rows, cols]`, without the bias."""
+    """Return sums over positions of products of both sides `[b, rows, cols]`, without the bias."""
     right = part.right
     if part.left is None:
         one = maps.left(weight).to(right)[part.ids]
@@ -179,7 +186,7 @@ def _products(maps: _Maps, weight: _Weight, part: OuterProducts) -> Tensor:
 
 
 def _restored(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> Tensor:
-    """Gradients kept dense: each weight as a matrix between its two sides."""
+    """Project gradients that are stored dense: each weight as a matrix between its two sides."""
     parameters = form.restored_parameters
     weights = _weights(parameters)
     out = []
@@ -188,8 +195,10 @@ def _restored(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> T
         dense = form.restore(rows.take(start, stop))
         split = torch.split(dense, [parameter.size for parameter in parameters], 1)
         if weights[0].bias:
-            found = _matrices(maps, weights[0], split[0].reshape(len(dense), weights[0].rows, -1))
-            parts = [_with_bias(maps, weights[0], found, split[1])]
+            projected = _matrices(
+                maps, weights[0], split[0].reshape(len(dense), weights[0].rows, -1)
+            )
+            parts = [_with_bias(maps, weights[0], projected, split[1])]
         else:
             parts = [
                 _matrices(maps, weight, part.reshape(len(dense), weight.rows, -1))
@@ -200,14 +209,14 @@ def _restored(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> T
 
 
 def _matrices(maps: _Maps, weight: _Weight, values: Tensor) -> Tensor:
-    """L^T G M of gradients `[B, R, c]` of the first c columns."""
+    """Return L^T G M of gradients `[B, R, c]` of the first c columns."""
     right = maps.right(weight)[: values.shape[2]].to(values)
     return maps.left(weight).t().to(values) @ values @ right
 
 
-def _with_bias(maps: _Maps, weight: _Weight, found: Tensor, sums: Tensor | None) -> Tensor:
-    """A weight's part `[B, rows, cols]` with its bias, whose gradients are `[B, R]`."""
+def _with_bias(maps: _Maps, weight: _Weight, projected: Tensor, sums: Tensor | None) -> Tensor:
+    """Add the bias, whose gradients are `[B, R]`, to a weight's projection `[B, rows, cols]`."""
     if not weight.bias or sums is None:
-        return found
-    left = sums @ maps.left(weight).to(sums)
-    return found + left.unsqueeze(2) * maps.right(weight)[-1].to(sums)
+        return projected
+    rows = sums @ maps.left(weight).to(sums)
+    return projected + rows.unsqueeze(2) * maps.right(weight)[-1].to(sums)

@@ -19,7 +19,7 @@ from gradkeep.compat.trak.score_computers import (
     BasicScoreComputer,
     BasicSingleBlockScoreComputer,
 )
-from gradkeep.curvature._project import signs_or_normals
+from gradkeep.curvature._project import dense_matrix
 from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import AttributionError
 
@@ -56,7 +56,7 @@ def by_formula(seeds, k, ridge, kind="normal"):
         p = train.shape[1]
         matrix = torch.eye(p).double()
         if k:
-            matrix = signs_or_normals(p, Projection(kind, k, 4), model=number).double()
+            matrix = dense_matrix(p, Projection(kind, k, 4), model=number).double()
         x, g = train @ matrix / p**0.5, test @ matrix / p**0.5
         inverse = torch.linalg.inv(x.T @ x + ridge * torch.eye(x.shape[1]).double())
         inverse /= inverse.abs().mean()

@@ -38,7 +38,7 @@ class DataInfOptions:
 
 
 def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
-    damping = Damping.told(options.damping, options.absolute_damping)
+    damping = Damping.parse(options.damping, options.absolute_damping)
     queries, train = at.queries(), at.train()
     squared = train.norms(per_layer=True).double().square()
     if not bool((squared > 0).any()):

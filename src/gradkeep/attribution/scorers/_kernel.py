@@ -14,7 +14,7 @@ from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import column, features
 from gradkeep.attribution.scorers._gradient_products import products
 from gradkeep.curvature._cholesky import ParameterSolver, WeightedKernel
-from gradkeep.curvature._conjugate import WAYS, KernelWay, kernel_solver
+from gradkeep.curvature._conjugate import KERNEL_METHODS, KernelMethod, kernel_solver
 from gradkeep.curvature._feature_solvers import by_features, dual, mean_square, relative_damping
 from gradkeep.curvature._row_parts import dense_rows
 from gradkeep.curvature._sketches import Projection
@@ -156,14 +156,14 @@ def solved_scores(
     *,
     of: GradientOf,
     tolerance: float,
-    solver_name: KernelWay | None = None,
+    solver_name: KernelMethod | None = None,
 ) -> Scorer:
     """Score by pull / s * M^-1 (s k), for the products k of each query with all rows; M and s are the kernel's."""
     question = at.question
     query_products = products(at, of)
     parts = len(kernel.train.forms) if question.per_layer else 1
     solver = kernel_solver(
-        kernel, parts * len(question.positions), tolerance=tolerance, wish=solver_name
+        kernel, parts * len(question.positions), tolerance=tolerance, method=solver_name
     )
     if isinstance(solver, ParameterSolver):
         return _by_parameters(at, solver, pull, of)
@@ -254,7 +254,7 @@ class KernelOptions:
     """Weight of rows in the curvature."""
     q: Any = None
     """1 - p of every training row `[N]`; by default the mean over the checkpoints."""
-    solver: KernelWay | Literal["auto"] = "auto"
+    solver: KernelMethod | Literal["auto"] = "auto"
     """"cholesky" of the kernel, "parameters" for the dual problem in the parameters, "cg" for block conjugate
     gradients on factors; "auto": the fastest that fits into the memory budget. All are exact.
     """
@@ -269,11 +269,11 @@ class KernelOptions:
 
 
 def _pool_kernel(question: AttributionQuestion, options: KernelOptions) -> LossSlopes:
-    if options.solver not in ("auto", *WAYS):
+    if options.solver not in ("auto", *KERNEL_METHODS):
         raise AttributionError(
             f"there is no solver {options.solver!r}",
             code="attribute.unknown_solver",
-            expected=", ".join(map(repr, ("auto", *WAYS))),
+            expected=", ".join(map(repr, ("auto", *KERNEL_METHODS))),
         )
     if not 0 < options.tolerance < 1:
         raise AttributionError(
@@ -297,7 +297,7 @@ def _exact(at: CheckpointView, options: KernelOptions, slopes: LossSlopes) -> Sc
     kernel = WeightedKernel(
         train,
         slopes.weight,
-        relative_damping(options.damping, diagonal, what="damping"),
+        relative_damping(options.damping, diagonal, name="damping"),
         compute=question.compute,
         memory_budget=question.memory_budget,
         report=question.report,
@@ -317,7 +317,7 @@ def _projected(at: CheckpointView, options: KernelOptions, slopes: LossSlopes) -
     assert options.dim
     projection = Projection(dim=options.dim, seed=options.seed)
     x, g = features(at, slopes.of, projection)
-    damping = relative_damping(options.damping, mean_square(x, slopes.weight), what="damping")
+    damping = relative_damping(options.damping, mean_square(x, slopes.weight), name="damping")
     solve = by_features(x, weight=slopes.weight, pull=slopes.pull, damping=damping)
 
     def score(start: int, stop: int) -> Tensor:

@@ -13,8 +13,8 @@ from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._gradient_products import cosines, products
-from gradkeep.curvature._eigen_influence import kept_coordinates, single_position_influence
-from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, bytes_kept, fisher
+from gradkeep.curvature._eigen_influence import single_position_influence, stored_coordinates
+from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, coordinate_bytes, fisher
 from gradkeep.curvature._row_parts import dense_rows, only_layer
 from gradkeep.errors import AttributionError
 from gradkeep.query._engine import DEFAULT_BUDGET
@@ -44,8 +44,8 @@ def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
         fisher = fit.layer(name)
-        budget = _remaining_budget(at, fit.nbytes + bytes_kept(fisher.rows))
-        coordinates = kept_coordinates(name, fisher, damping)
+        budget = _remaining_budget(at, fit.nbytes + coordinate_bytes(fisher.rows))
+        coordinates = stored_coordinates(name, fisher, damping)
         if coordinates is not None:
             score_rows = coordinates.scores
             return in_steps(
@@ -56,7 +56,7 @@ def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
             score_pairs = direct.scores
             return in_steps(
                 budget,
-                direct.kept // 2,
+                direct.leading_size // 2,
                 positions,
                 lambda chunk: score_pairs(*sides, chunk, budget),
             )
@@ -158,7 +158,7 @@ class KfacOptions:
 
     def parsed_damping(self) -> Damping:
         """Return the damping for captures that are not whitened."""
-        return Damping.told(0.3 if self.damping is None else self.damping, self.absolute_damping)
+        return Damping.parse(0.3 if self.damping is None else self.damping, self.absolute_damping)
 
 
 def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) -> Scorer:

@@ -39,7 +39,7 @@ class LograOptions:
 
 def _prepare_logra(at: CheckpointView, options: LograOptions) -> Scorer:
     damping, projection = (
-        Damping.told(options.damping),
+        Damping.parse(options.damping),
         TwoSided(options.rank, options.rank, options.seed),
     )
     _require_room(at, projection)

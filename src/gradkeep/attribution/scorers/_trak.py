@@ -56,7 +56,7 @@ def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
     trace = mean_square(x, one) * rows
     ridge = 0.0
     if options.ridge != 0:
-        ridge = relative_damping(options.ridge, trace / min(rows, dim), what="ridge")
+        ridge = relative_damping(options.ridge, trace / min(rows, dim), name="ridge")
     solve = by_features(x, weight=one, pull=slopes.pull, damping=ridge)
 
     def score(start: int, stop: int) -> Tensor:

@@ -174,7 +174,7 @@ def features_of(train: StreamedRows, ridge: Ridge) -> Iterator[tuple[Ids, Tensor
         gram = streamed_gram(train, torch.float64)
         # Of X X^T where there are fewer rows, whose diagonal has the same sum.
         mean = float(gram.diagonal().sum()) / min(train.count, train.dim)
-        gram.diagonal().add_(relative_damping(RELATIVE, mean, what="ridge"))
+        gram.diagonal().add_(relative_damping(RELATIVE, mean, name="ridge"))
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
     for ids in row_blocks(train.count):
         yield ids, (train.read(ids).double() @ inverse).float()
