@@ -193,7 +193,9 @@ class _ExperimentRunner:
         for key, trial in slowest.items():
             out = self.out / "logs" / f"{key}.json"
             self._run(
-                [TrialTask(trial, out, self._log(trial.work), record=True)], workers=1, tell=False
+                [TrialTask(trial, out, self._log(trial.work), record=True)],
+                workers=1,
+                report_progress=False,
             )
             results[key] = self.results.pop(key)
         return results
