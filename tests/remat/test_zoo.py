@@ -135,19 +135,19 @@ def test_a_workload_is_frozen():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "reason", "words"),
+    ("name", "sizes", "code", "words"),
     [
-        ("resnet33", {}, "unknown_model", "resnet32"),
-        ("gruu", {}, "unknown_model", "gru_encoder"),
-        ("unet", {"length": 3}, "unknown_size", "channels"),
-        ("unet", {"batch_size": 0}, "size_too_small", "at least 1"),
-        ("unet", {"batch_size": "8"}, "size_type", "an integer"),
-        ("unet", {"batch_size": True}, "size_type", "an integer"),
-        ("unet", {"height": 1.5}, "size_type", "an integer"),
-        ("transformer", {"dim": 30}, "dim_and_heads", "heads=4"),
+        ("resnet33", {}, "compat.unknown_model", "resnet32"),
+        ("gruu", {}, "compat.unknown_model", "gru_encoder"),
+        ("unet", {"length": 3}, "compat.unknown_size", "channels"),
+        ("unet", {"batch_size": 0}, "compat.size_too_small", "at least 1"),
+        ("unet", {"batch_size": "8"}, "argument.invalid", "batch_size must be"),
+        ("unet", {"batch_size": True}, "argument.invalid", "batch_size must be"),
+        ("unet", {"height": 1.5}, "compat.size_type", "an integer"),
+        ("transformer", {"dim": 30}, "compat.dim_and_heads", "heads=4"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, reason, words):
-    with raises(RematError, f"compat.{reason}") as caught:
+def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, code, words):
+    with raises(RematError, code) as caught:
         build(name, **sizes)
     assert words in str(caught.value)
