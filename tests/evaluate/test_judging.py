@@ -36,7 +36,7 @@ def test_scores_from_elsewhere_join_the_board(world):
     truth = evaluate.load_truth(world)
     mine = gk.attribute(world, method="dot")
     found = evaluate.judge_methods(
-        world, truth, methods=["kernel"], given={"mine": mine}, hybrid_of_best=False
+        world, truth, methods=["kernel"], extra_scores={"mine": mine}, hybrid_of_best=False
     )
     assert {one.name for one in found.methods} == {"kernel", "mine"}
     with pytest.raises(EvaluationError, match="none of the methods"):

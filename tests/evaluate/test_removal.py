@@ -14,7 +14,7 @@ def by_hand(mask, seed):
     how = recipe()
     rows = np.flatnonzero(mask)
     model = how.training.train_one(how.train[0][rows], how.train[1][rows], training_seed(0, seed))
-    return how.asked()(model)
+    return how.query_output()(model)
 
 
 def test_a_removal_curve_is_what_retraining_by_hand_says(world):
