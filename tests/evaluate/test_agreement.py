@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
@@ -55,7 +56,7 @@ def test_planted_copies_are_found_or_not():
     assert again.value == 1
     constant = dataclasses.replace(found, values=np.zeros_like(values))
     assert evaluate.leakage(constant, copies).value == 0  # ties find nothing
-    with pytest.raises(EvaluationError, match="rows that were scored"):
+    with raises(EvaluationError, "evaluate.unknown_copies"):
         evaluate.leakage(found, np.full(8, 99))
 
 
@@ -67,7 +68,7 @@ def test_class_retrieval_counts_the_class_among_the_best():
     each = [(classes[rows] == c).mean() for rows, c in zip(best, own, strict=True)]
     assert told.items == pytest.approx(each)
     assert "chance 0.333" in told.provenance
-    with pytest.raises(EvaluationError, match="classes of the query rows are not known"):
+    with raises(EvaluationError, "evaluate.no_classes", fix="query_classes"):
         evaluate.class_retrieval(found)
 
 
