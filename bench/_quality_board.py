@@ -13,19 +13,24 @@ from gradkeep.evaluate._judging import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import Store
 
-BOARD = Path(__file__).resolve().parents[1] / "docs" / "board.md"
-HEAD = """# The board
+BOARD = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
 
-How true the methods are, by `./x bench quality [SETTING ...]`, which wrote every figure below: a section
-for each setting, as it was last run. LDS is the mean over queries of the rank correlation between sums of
-scores over random halves of the rows and what models trained on these halves said; brackets are 95 %
-intervals over queries and subsets. Every second subset may be chosen by; figures are of the others. The
-ceiling is what a perfect prediction would score, by how far models of other seeds agree. CPU seconds are
-those of capturing what a method reads and of asking it, on one thread, without training models; bytes are what
-is kept of a training row at all checkpoints together. "Best is ahead by" is a paired difference: where its
-interval holds zero, the two cannot be told apart. "(peer)" marks what other libraries have, asked here through
-gradkeep. Settings `labels-...` are about planted wrong labels: the area under the ROC curve of measures of
-suspicion, and what training without the most suspicious rows gains over training without random ones.
+How well each method predicts retraining, and how well each measure finds wrong labels. `./x bench quality [SETTING ...]` wrote
+every figure below, one section per setting. Measured on 2 cores of a small machine.
+
+- **LDS** (linear datamodeling score) is the mean over queries of the rank correlation between summed scores of random halves of the training rows and the
+  outputs of models trained on these halves. Brackets are 95 % intervals over queries and subsets.
+- Half of the subsets may be used for selection; figures are from the other half.
+- **Ceiling** is the score of a perfect prediction, estimated from the agreement between seeds.
+- **CPU s** covers capturing and scoring on one thread, without training.
+- **Bytes/row** covers all checkpoints of a training row.
+- **Best minus this** is a paired difference. If its interval contains zero, the two do not differ significantly.
+- **(peer)** marks methods of other libraries, computed here by gradkeep.
+- Settings `labels-...` plant wrong labels. They report the area under the ROC curve of each measure, and the gain of
+  training without the most suspicious rows over training without random rows.
+
+Other benchmarks: `./x bench` lists them; each guide cites the ones behind its figures.
 """
 
 
@@ -49,8 +54,8 @@ class Bar:
     least: float
 
     def told(self, value: float) -> str:
-        verdict = "reached" if value >= self.least else "**MISSED**"
-        return f"Bar: {self.entry} at least {self.least:.2f}; {verdict} with {value:.3f}."
+        verdict = "reached" if value >= self.least else "**missed**"
+        return f"Target: {self.entry} at least {self.least:.2f}; {verdict}: {value:.3f}."
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def table(found: Judgement, entries: Sequence[Entry]) -> list[str]:
     """A line for each method, the best first."""
     prices = {one.name: one for one in entries}
     lines = [
-        "| method | LDS | of ceiling | best is ahead by | CPU s | bytes/row |",
+        "| method | LDS | of ceiling | best minus this | CPU s | bytes/row |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for one in found.methods:
@@ -100,7 +105,7 @@ def table(found: Judgement, entries: Sequence[Entry]) -> list[str]:
 
 
 def chosen(found: Judgement, entries: Sequence[Entry]) -> str:
-    """The best of ours that saw no outcome, by the choosing half."""
+    """The best of ours that saw no outcome, by the selection half."""
     fits = {
         one.name: lds(one.scores, found.truth, part="choosing", resamples=100).value
         for one in entries
@@ -110,7 +115,7 @@ def chosen(found: Judgement, entries: Sequence[Entry]) -> str:
 
 
 def against_peers(found: Judgement, entries: Sequence[Entry]) -> str:
-    """That one against the best that peers have.
+    """That one against best peer.
 
     Which is the best on the reporting half: what luck there is in it is in the peers' favour.
     """
@@ -123,10 +128,10 @@ def against_peers(found: Judgement, entries: Sequence[Entry]) -> str:
     assert second is not None
     apart = compare(first, second)
     low, high = apart.interval
-    told = "ahead" if low > 0 else "behind" if high < 0 else "not told apart"
+    told = "ahead" if low > 0 else "behind" if high < 0 else "no significant difference"
     share = "" if first.share is None else f", {first.share:.0%} of the ceiling"
     return (
-        f"Ours that saw no outcomes, chosen by the choosing half: *{ours}* ({first.value:.3f}{share}); the "
+        f"Our best without outcomes, selected on the selection half: *{ours}* ({first.value:.3f}{share}); the "
         f"best that peers have, *{peers}* ({second.value:.3f}): {apart.value:+.3f} [{low:+.3f}, {high:+.3f}], "
         f"{told}."
     )
@@ -159,5 +164,5 @@ def write(sections: Sequence[Section], order: Sequence[str], path: Path = BOARD)
 
 def finished(section: Section, seconds: float) -> Section:
     """With what the whole setting cost."""
-    told = f"The whole setting, models trained and all: {seconds:.0f} CPU seconds."
+    told = f"Total, with training: {seconds:.0f} CPU seconds."
     return dataclasses.replace(section, lines=(*section.lines, "", told))

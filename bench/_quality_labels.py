@@ -28,7 +28,7 @@ from gradkeep.evaluate import (
 )
 
 RATE = 0.1
-COMBINED = "rank sum of kept-epochs loss and out-of-fold loss"
+COMBINED = "rank sum of saved-epochs loss and out-of-fold loss"
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +109,9 @@ def labels(name: str, data: Labelled, *, seeds: int, runs: int = 3) -> Section:
     unseen = -np.log(np.maximum(said[np.arange(len(y)), given.numpy()], 1e-12))
     kept = in_order(gk.suspects(store, by="loss", checkpoints=places, **by_run))
     measures = {
-        "mean loss over kept epochs": kept,
+        "mean loss over saved epochs": kept,
         "final loss": in_order(gk.suspects(store, by="loss", checkpoints=last, **by_run)),
-        "self, kept epochs": in_order(gk.suspects(store, by="self", checkpoints=places, **by_run)),
+        "self, saved epochs": in_order(gk.suspects(store, by="self", checkpoints=places, **by_run)),
         "out-of-fold loss": unseen,
         COMBINED: rank_sum([kept, unseen]),
     }
@@ -152,7 +152,7 @@ def flipped(y: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
 def captured(
     store: gk.Store, data: Labelled, training: Training, given: torch.Tensor, runs: int
 ) -> list[str]:
-    """Capture losses and norms at the kept epochs and the last; the names of the kept ones."""
+    """Capture losses and norms at the saved epochs and the last; the names of the kept ones."""
     x = data.train[0]
     steps = -(-len(x) // data.batch_size)
     for run in range(runs):
@@ -188,7 +188,7 @@ def detection(
 ) -> tuple[list[str], bool]:
     """The table, the combined measure against the best single one, and whether a bar was missed."""
     lines = [
-        f"| measure | AUC | precision at {flips} | recall at {2 * flips} | rank sum is ahead by |",
+        f"| measure | AUC | precision at {flips} | recall at {2 * flips} | rank sum minus this |",
         "| --- | --- | --- | --- | --- |",
     ]
     whole = found[COMBINED]
@@ -207,15 +207,15 @@ def detection(
     lines += [
         "",
         (
-            f"Bar: the rank sum no worse than the best single measure ({best.subject}) within the interval; "
-            f"{'**MISSED**' if worse else 'reached'} with {apart.value:+.4f} "
+            f"Target: the rank sum no worse than the best single measure ({best.subject}) within the interval; "
+            f"{'**missed**' if worse else 'reached'} with {apart.value:+.4f} "
             f"[{apart.interval[0]:+.4f}, {apart.interval[1]:+.4f}]."
         ),
     ]
     low_value = least is not None and whole.value < least
     if least is not None:
-        verdict = "**MISSED**" if low_value else "reached"
-        lines += ["", f"Bar: AUC at least {least:.2f}; {verdict} with {whole.value:.3f}."]
+        verdict = "**missed**" if low_value else "reached"
+        lines += ["", f"Target: AUC at least {least:.2f}; {verdict}: {whole.value:.3f}."]
     return lines, worse or low_value
 
 
@@ -226,7 +226,7 @@ def removal(
     count = len(data.test[1])
     asked = dataclasses.replace(recipe, output=_margins_and_hits(data.test), falling=False)
     lines, failed = [], False
-    for what, first in (("margin", 0), ("share of test rows answered right", count)):
+    for what, first in (("margin", 0), ("test accuracy", count)):
         # The second time the models are there.
         queries = range(first, first + count)
         gain = verify_rows(suspects, asked, store=store, queries=queries, seeds=seeds, workers=0)

@@ -23,12 +23,12 @@ from gradkeep.evaluate._truth import GroundTruth
 
 MIDDLE = (3, 4, 5, 6, 7)
 SUBSET_KERNEL = "kernel, subset models"
-EPOCHS_KERNEL = "kernel, kept epochs"
-MEAN = "mean of kernel, kept epochs and subset models"
+EPOCHS_KERNEL = "kernel, saved epochs"
+MEAN = "mean of kernel, saved epochs and subset models"
 HYBRID = f"hybrid of the {MEAN}"
 
 TRIED_ON_MNIST = (
-    "Tried, with five seeds (LDS on the choosing half / the reporting half): kept epochs 3, 6 0.563 / 0.571; "
+    "Tried, with five seeds (LDS on the selection half / the reporting half): saved epochs 3, 6 0.563 / 0.571; "
     "2, 3, 4, 6 0.577 / 0.580; 2, 3, 4, 6, 10 0.596 / 0.590, and with the last one 0.595 / 0.591. Damping of "
     "five models at 2, 3, 4, 6, 10: 1 0.582 / 0.580, 5 0.553 / 0.544; of three at 3, 10: 1 0.529 / 0.526, 0.3 "
     "0.511 / 0.512. The last epoch alone, q of earlier epochs 0.552 / 0.547, q of models that did not see the "
@@ -87,7 +87,7 @@ def full_data(
     runs: int = 10,
     check: bool = False,
 ) -> Section:
-    """Models of all rows are asked, and those of the choosing half."""
+    """Models of all rows are asked, and those of the selection half."""
     last = setting.epochs
     found, truth = trained(name, setting, subsets, seeds, keep=(last,))
     world = World(setting, gk.open(tempfile.mkdtemp(prefix="gradkeep-"), durability="process"))
@@ -101,7 +101,7 @@ def full_data(
         world.ask("kernel, final", "kernel", every, final),
         world.ask("kernel, final, q of subset models", "kernel", every, final, q=q),
         world.ask(EPOCHS_KERNEL, "kernel", every, MIDDLE),
-        world.ask("kernel, kept epochs of one run", "kernel", every[:1], MIDDLE),
+        world.ask("kernel, saved epochs of one run", "kernel", every[:1], MIDDLE),
         world.ask(SUBSET_KERNEL, "kernel", halves, final),
         world.ask("trak, final", "trak", every, final, peer=True),
         world.ask(
@@ -113,11 +113,11 @@ def full_data(
             ridge="auto",
             subsets=truth,
         ),
-        world.ask("trak, kept epochs", "trak", every, MIDDLE, peer=True),
+        world.ask("trak, saved epochs", "trak", every, MIDDLE, peer=True),
         world.ask("ekfac, final", "ekfac", every, final, peer=True),
-        world.ask("ekfac, kept epochs", "ekfac", every, MIDDLE, peer=True),
+        world.ask("ekfac, saved epochs", "ekfac", every, MIDDLE, peer=True),
         world.ask("dot, final", "dot", every, final, peer=True),
-        world.ask("tracin, kept epochs", "tracin", every, (*MIDDLE, last), peer=True),
+        world.ask("tracin, saved epochs", "tracin", every, (*MIDDLE, last), peer=True),
         *(world.ask(one, one, every, final, peer=True) for one in BASELINES),
     ]
     by_name = {one.name: one for one in entries}
@@ -130,8 +130,8 @@ def full_data(
         lines += sanity(world, by_name[EPOCHS_KERNEL], truth)
     return Section(
         name,
-        f"{setting.name}, {subsets} halves x {seeds} seeds; {runs} models of all rows, kept epochs "
-        f"{MIDDLE[0]}-{MIDDLE[-1]}, and {len(chosen)} models of the choosing half",
+        f"{setting.name}, {subsets} halves x {seeds} seeds; {runs} models of all rows, saved epochs "
+        f"{MIDDLE[0]}-{MIDDLE[-1]}, and {len(chosen)} models of the selection half",
         tuple(lines),
         missed,
     )
@@ -164,10 +164,10 @@ def half_data(
         world.ask("kernel, final", "kernel", halves, final),
         world.ask(EPOCHS_KERNEL, "kernel", halves, epochs),
         world.ask("trak, final", "trak", halves, final, peer=True),
-        world.ask("trak, kept epochs", "trak", halves, epochs, peer=True),
+        world.ask("trak, saved epochs", "trak", halves, epochs, peer=True),
         world.ask("ekfac, final", "ekfac", halves, final, peer=True),
         world.ask("dot, final", "dot", halves, final, peer=True),
-        world.ask("tracin, kept epochs", "tracin", halves, (*epochs, last), peer=True),
+        world.ask("tracin, saved epochs", "tracin", halves, (*epochs, last), peer=True),
         *(world.ask(one, one, halves, final, peer=True) for one in BASELINES),
         *extra,
     ]
@@ -179,7 +179,7 @@ def half_data(
     if tried:
         lines += ["", tried]
     kept = ", ".join(map(str, epochs))
-    title = f"{setting.name}, {subsets} halves x {seeds} seeds; {models} models of halves, kept epochs {kept}"
+    title = f"{setting.name}, {subsets} halves x {seeds} seeds; {models} models of halves, saved epochs {kept}"
     return Section(name, title, tuple(lines), missed)
 
 
@@ -195,7 +195,7 @@ def trained(
 
 
 def hybrid_of(prior: Entry, truth: GroundTruth, q: np.ndarray) -> Entry:
-    """Scores joined with the outcomes of the choosing half; rows that models are unsure of may differ."""
+    """Scores joined with the outcomes of the selection half; rows that models are unsure of may differ."""
     label = prior.name if prior.name != MEAN else f"the {MEAN}"
     return timed(f"hybrid of {label}", [prior], lambda: hybrid(prior.scores, truth, variances=q))
 
@@ -213,8 +213,8 @@ def told(
     half = len(truth.reporting.masks)
     lines = [
         (
-            f"{rows:,} rows, {asked} queries, {half} subsets to report on, ceiling "
-            f"{'unknown' if ceiling is None else f'{ceiling:.3f}'}; a model trained in {truth.seconds:.3f} CPU s."
+            f"{rows:,} rows, {asked} queries, {half} subsets for reporting, ceiling "
+            f"{'unknown' if ceiling is None else f'{ceiling:.3f}'}; training one model takes {truth.seconds:.3f} CPU s."
         ),
         "",
         *board.table(judged, entries),
@@ -231,7 +231,7 @@ def by_two_seeds(truth: GroundTruth, entry: Entry) -> list[str]:
     found = lds(entry.scores, noisy)
     return [
         "",
-        f"By the first two seeds alone: *{entry.name}* {board.span(found)}, ceiling {found.ceiling:.3f}.",
+        f"With the first two seeds only: *{entry.name}* {board.span(found)}, ceiling {found.ceiling:.3f}.",
     ]
 
 

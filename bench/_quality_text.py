@@ -118,7 +118,7 @@ def language_model(name: str, setting: _lm_truth.Setting, *, bars: bool) -> Sect
     lines = [
         (
             f"{count} rows of {length} tokens, {len(setting.queries)} queries, {len(truth.reporting.masks)} "
-            f"subsets to report on, ceiling {ceiling:.3f}."
+            f"subsets for reporting, ceiling {ceiling:.3f}."
         ),
         "",
         *board.table(judged, entries),
@@ -133,7 +133,7 @@ def language_model(name: str, setting: _lm_truth.Setting, *, bars: bool) -> Sect
 
 
 def _bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
-    """The method that the choosing half names against EK-FAC, BM25 and representations."""
+    """The method that the selection half names against EK-FAC, BM25 and representations."""
     figures = {one.name: one.evaluation for one in judged.methods}
     ours, ekfac = figures[name], figures["ekfac, final"]
     assert ours is not None
@@ -143,8 +143,8 @@ def _bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
     lines = [
         "",
         (
-            f"Bar: *{name}* at least 1.3 x *ekfac, final*; "
-            f"{'**MISSED**' if missed else 'reached'} with {ratio:.2f} x."
+            f"Target: *{name}* at least 1.3 x *ekfac, final*; "
+            f"{'**missed**' if missed else 'reached'} with {ratio:.2f} x."
         ),
     ]
     for peer in ("BM25 of bigrams", "Rep-Sim"):
@@ -156,7 +156,7 @@ def _bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
         lines += [
             "",
             (
-                f"Bar: above {peer}; {'**MISSED**' if below else 'reached'} with {apart.value:+.3f} "
+                f"Target: above {peer}; {'**missed**' if below else 'reached'} with {apart.value:+.3f} "
                 f"[{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]."
             ),
         ]

@@ -21,7 +21,7 @@ import torch
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
 from gradkeep.errors import BudgetError
-from gradkeep.remat._tensors import beside_compiler
+from gradkeep.remat._tensors import exclude_mode_from_compiler
 from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
 
@@ -93,12 +93,12 @@ def per_saved(rounds: int) -> float:
 
 def live_peak(step) -> int:
     """Live bytes of a step, by a dispatch mode."""
-    recording, watch = StepRecorder(cloning=False), beside_compiler(RecordingMode)()
-    watch.show(recording)
+    recording, watch = StepRecorder(cloning=False), exclude_mode_from_compiler(RecordingMode)()
+    watch.start(recording)
     try:
         step()
     finally:
-        watch.rest()
+        watch.stop()
         trace = recording.finish()
     return trace.peak
 
@@ -184,7 +184,7 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
     for ratio in RATIOS:
         try:
             started = time.process_time()
-            budget = base.anew(ratio)
+            budget = base.replan(ratio)
         except BudgetError:
             print(f"  {ratio}: below the floor")
             continue
@@ -232,7 +232,7 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
 def sampled_twin(base, ratio: float):
     """The same budget, with less compared of what is made again."""
     settings = dataclasses.replace(base._planner.settings, budget=ratio, check="sampled")
-    return gk.remat.MemoryBudget(settings, planner=base._planner.planned_anew(settings))
+    return gk.remat.MemoryBudget(settings, planner=base._planner.replan(settings))
 
 
 def main(arguments: list[str]) -> int:

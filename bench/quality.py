@@ -1,7 +1,7 @@
 """How true attributions are: every method's score with its interval and price, on a board of settings.
 
 `./x bench quality [SETTING ...] [--full]`: trains models on random halves, captures, asks every method,
-and writes what it prints into `docs/board.md`; settings that are not named keep their section there. Each
+and writes what it prints into `docs/benchmarks.md`; settings that are not named keep their section there. Each
 is sized for one core and some minutes; `--full` takes more subsets, seeds and models. Exits 1 where a bar
 is missed. Data from GRADKEEP_DATA.
 """

@@ -28,20 +28,20 @@ def kept(work: Work, folder: str | Path, keep: str | None = None) -> gk.Captured
 
 def proof(work: Work, folder: str) -> float:
     """CPU seconds for making eight rows again and comparing them."""
-    from gradkeep.capturing._resume import RowsMadeAgain
+    from gradkeep.capturing._resume import RecomputeCheck
 
     spent = 0.0
-    plain = RowsMadeAgain.look
+    plain = RecomputeCheck.look
 
-    def timed(self: RowsMadeAgain, ids: object, batch: object) -> None:
+    def timed(self: RecomputeCheck, ids: object, batch: object) -> None:
         nonlocal spent
         spent += cpu(lambda: plain(self, ids, batch))
 
-    RowsMadeAgain.look = timed
+    RecomputeCheck.look = timed
     try:
         kept(work, folder)
     finally:
-        RowsMadeAgain.look = plain
+        RecomputeCheck.look = plain
     return spent
 
 

@@ -166,7 +166,7 @@ def measure(root: str) -> int:
         print(f"the released package cannot be had: {error}")
         return 1
     small = dataclasses.replace(truths.digits_mlp(), batch_size=32, lr=0.05)
-    large = dataclasses.replace(small, make=truths._mlp(64, 256, 256))
+    large = dataclasses.replace(small, make=truths.mlp(64, 256, 256))
     states = states_of(truths.full_runs(small, CHECKPOINTS, keep=(small.epochs,)), small.epochs)
     rows = f"{len(small.train[1])} digits to train, {len(small.test[1])} to score"
     print(f"whole pipeline, k = {K}, {rows} (bar {SPEED:.0f} at 85,002 parameters):")

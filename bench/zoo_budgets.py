@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Any) -> None:
         super().__init__()
-        self._known: dict[int, Any] = {}
+        self._references: dict[int, Any] = {}
         self.peak = 0
         self._see(known)
 
@@ -84,13 +84,13 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor) and has_storage(tensor):
                 storage = tensor.untyped_storage()
-                self._known[id(storage)] = weakref.ref(storage)
+                self._references[id(storage)] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see((args, kwargs))
         out = func(*args, **(kwargs or {}))
         self._see(out)
-        alive = [storage for ref in self._known.values() if (storage := ref()) is not None]
+        alive = [storage for ref in self._references.values() if (storage := ref()) is not None]
         self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
         return out
 
@@ -171,7 +171,7 @@ class Judge:
                 return verdict(self.item, self.plain, mode, ratio, ratio, floor=False)
             except BudgetError:
                 if self.at_floor is None:
-                    budget = int(1.05 * floor_of(self.item, mode))
+                    budget = int(1.05 * find_floor(self.item, mode))
                     self.at_floor = verdict(self.item, self.plain, mode, ratio, budget, floor=True)
                 return replace(self.at_floor, ratio=ratio)
         except GradkeepError as error:
@@ -183,7 +183,7 @@ class Judge:
             return Verdict(name, mode, ratio, "bare", detail)
 
 
-def floor_of(item: ZooItem, mode: str) -> int:
+def find_floor(item: ZooItem, mode: str) -> int:
     """The least budget for which there is a plan of every batch."""
     probe = gk.memory_budget(1.0, mode=mode, effort=0.02, min_size=1)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the page of commands, made from the application when the site is built."""
+"""mkdocs hooks: generate the page of commands and render the notebooks of the gallery."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The commands of this checkout, whatever is installed.
+# Use the code of this checkout.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import typer
@@ -23,47 +23,59 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 # Commands
 
-What `gradkeep COMMAND --help` says, for all of them. The page is made from the application itself when
-the documentation is built.
+The help of every command, generated from the application.
 
-`--help`, `info`, `verify` and `sql` answer without importing torch. Commands that take time show a
-progress bar on a terminal and plain lines elsewhere; they can be interrupted, and go on when they are
-run again. Most take `--json`, and then tell errors as JSON too.
+`--help`, `info`, `verify` and `sql` do not import torch. Long commands show a progress bar on a terminal and
+plain lines elsewhere; you can interrupt them and run them again to continue. Most accept `--json`, which also
+prints errors as JSON.
 
 ## Exit codes
 
 {codes}
 
-Arguments are checked before anything is done: numbers by their range, NaN and infinity never, files and
-folders by whether they are what they must be. Where `--run` is not said, it is `main`, or the only run
-of the store that has what is asked for.
+Arguments are validated before any work starts. Without `--run`, the run is `main`, or the only run of the store
+that has the requested data.
 
-## When it is our fault
+## Internal errors
 
-An error that gradkeep did not expect is one line and exit code 70. It names a report file in
-`gradkeep/reports` below `XDG_CACHE_HOME` (or `~/.cache`), or in the folder for temporary files if that
-cannot be written. It holds the command's name without its arguments, the versions of gradkeep, Python and
-its packages, the platform, and the traceback: files, lines, functions, and each error's own message cut to
-200 letters. Values of variables, arguments, the environment and rows are not in it; the home folder is
-written `~`. A message may still name a value: read the file, then attach it to an issue. The newest 20
-reports are kept.
+An unexpected error prints one line and exits with code 70. The line names a report file in `gradkeep/reports` below
+`XDG_CACHE_HOME` (or `~/.cache`), or in the temporary folder if that is not writable. It contains the command's name
+without its arguments, the versions of gradkeep, Python and packages, the platform, and the traceback: files, lines,
+functions, and error messages cut to 200 characters. It contains no variables, arguments, environment or rows; the home
+folder is written `~`. A message can still contain a value: read the file before you attach it to an issue. The newest
+20 reports are kept.
 
-When a script, model, task or study of your own raises, its traceback is shown from your first frame on,
-without the frames of gradkeep, and the exit code is 4.
+If your own script, model, task or study raises an error, the traceback starts at your first frame, and the exit code
+is 4.
 
 """
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the page to those that are in the folder."""
+    """Add the generated pages."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "commands.md", content=commands_page()))
+    for notebook in sorted((Path(config.docs_dir) / "gallery").glob("*.ipynb")):
+        for name, content in render_notebook(notebook):
+            files.append(File.generated(config, f"gallery/{name}", content=content))
     return files
 
 
+def render_notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Yield the Markdown page of an executed notebook and the pictures in its outputs."""
+    import nbconvert
+
+    resources = {"unique_key": path.stem, "output_files_dir": "."}
+    text, resources = nbconvert.MarkdownExporter().from_filename(str(path), resources)
+    link = f"[Download the notebook]({path.name})\n"
+    yield f"{path.stem}.md", text + "\n" + link
+    yield path.name, path.read_bytes()
+    yield from resources["outputs"].items()
+
+
 def commands_page() -> str:
-    """The page in Markdown."""
+    """Return the page of commands as Markdown."""
     alone = [command for command in _app.COMMANDS if command.group is None]
     parts = [_introduction(), *(_command(command) for command in alone)]
     for group, summary in _app.GROUPS.items():
@@ -79,16 +91,16 @@ def _introduction() -> str:
 
 def _command(command: _app.Command) -> str:
     words = [command.name] if command.group is None else [command.group, command.name]
-    found: Any = typer.main.get_command(_app.build_app(tuple(words)))
+    parsed: Any = typer.main.get_command(_app.build_app(tuple(words)))
     for word in words:
-        found = found.commands[word]
+        parsed = parsed.commands[word]
     title = " ".join(["gradkeep", *words])
-    context = found.make_context(title, [], resilient_parsing=True)
-    usage = found.get_usage(context).removeprefix("Usage: ")
+    context = parsed.make_context(title, [], resilient_parsing=True)
+    usage = parsed.get_usage(context).removeprefix("Usage: ")
     level = "##" if command.group is None else "###"
-    text = inspect.cleandoc(found.help or command.summary)
+    text = inspect.cleandoc(parsed.help or command.summary)
     return "\n".join(
-        [f"{level} {title}", "", text, "", f"    {usage}", "", *_table(found, context)]
+        [f"{level} {title}", "", text, "", f"    {usage}", "", *_table(parsed, context)]
     )
 
 

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -51,23 +52,23 @@ ONLY_FIRST = torch.tensor([3, -100, -100, -100, -100])
 CASES = {
     "unknown token": (
         lambda d, r: with_token(d, r, 9),
-        "token that the model does not know",
+        "capture.unknown_token",
         "tokenizer",
     ),
     "negative token": (
         lambda d, r: with_token(d, r, -1),
-        "token that the model does not know",
+        "capture.unknown_token",
         "tokenizer",
     ),
-    "all ignored": (lambda d, r: change(d, r, labels=IGNORED), "all labels of sample", "leave"),
+    "all ignored": (lambda d, r: change(d, r, labels=IGNORED), "capture.no_labels_left", "Leave"),
     "only the first": (
         lambda d, r: change(d, r, labels=ONLY_FIRST),
-        "all labels of sample",
-        "leave",
+        "capture.no_labels_left",
+        "Leave",
     ),
     "unknown label": (
         lambda d, r: change(d, r, labels=torch.tensor([1, 2, 40, 3, 4])),
-        "label that is no token",
+        "capture.unknown_label",
         "tokenizer",
     ),
 }
@@ -76,11 +77,11 @@ CASES = {
 @pytest.mark.parametrize("row", [0, 1, 6])
 @pytest.mark.parametrize("case", CASES)
 def test_the_row_is_named_and_earlier_captures_stay(store, case, row):
-    spoil, match, fix = CASES[case]
+    spoil, code, fix = CASES[case]
     gk.capture(store, Speaker(), DataLoader(rows(), 4), name="good", **OPTIONS)
     before = store.read(gk.store.CaptureKey("final", "train", "main", "good")).column("loss")
     loader = DataLoader(spoil(rows(), row), 4)
-    with pytest.raises(CaptureError, match=match) as caught:
+    with raises(CaptureError, code) as caught:
         gk.capture(store, Speaker(), loader, **OPTIONS)
     assert f"sample {row} " in caught.value.message
     assert fix in caught.value.fix
@@ -94,7 +95,7 @@ def test_the_row_is_named_and_earlier_captures_stay(store, case, row):
 
 def test_the_row_is_named_by_the_id_that_it_was_given(store):
     data = with_token(rows(), 6, 99)
-    with pytest.raises(CaptureError, match="sample 60 has a token"):
+    with raises(CaptureError, "capture.unknown_token", mentions="sample 60 "):
         gk.capture(store, Speaker(), DataLoader(data, 4), ids=list(range(0, 80, 10)), **OPTIONS)
 
 
@@ -102,14 +103,14 @@ def test_documents_of_packs_are_named_too(store):
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
     labels = torch.tensor([[1, 2, 3, -100, -100, -100, 7, 8]])
     batch = {"input_ids": tokens, "labels": labels, "cu_seqlens": torch.tensor([0, 3, 6, 8])}
-    with pytest.raises(CaptureError, match="all labels of sample 1 are ignored"):
+    with raises(CaptureError, "capture.no_labels_left", mentions="sample 1 "):
         gk.capture(store, Speaker(), [batch], **OPTIONS)
 
 
 def test_sequences_beyond_the_model_s_positions_are_refused(store):
     batch = {"input_ids": torch.ones(3, 8, dtype=torch.int64)}
     batch["attention_mask"] = torch.tensor([[1] * 4 + [0] * 4, [1] * 7 + [0], [1] * 5 + [0] * 3])
-    with pytest.raises(CaptureError, match="sample 1 is longer than the model can read") as caught:
+    with raises(CaptureError, "capture.too_long", mentions="sample 1 ") as caught:
         gk.capture(store, Speaker(), [batch], **OPTIONS)
     assert "7 tokens, padded to 8" in caught.value.found
     assert store.captures() == []
@@ -118,12 +119,12 @@ def test_sequences_beyond_the_model_s_positions_are_refused(store):
 def test_models_that_do_not_tell_their_limits_get_no_bare_error(store):
     tokens = torch.randint(9, (4, 5))
     tokens[2, 3] = 11
-    with pytest.raises(CaptureError, match="no entry for what it is to look up in row 2"):
+    with raises(CaptureError, "capture.index_out_of_table", mentions="row 2"):
         gk.capture(store, Speaker(tells=False), [{"input_ids": tokens}], **OPTIONS)
-    with pytest.raises(CaptureError, match="no entry for what it is to look up in row 0"):
+    with raises(CaptureError, "capture.index_out_of_table", mentions="row 0"):
         gk.capture(store, Speaker(tells=False), [{"input_ids": torch.ones(2, 9).long()}], **OPTIONS)
     labels = torch.tensor([[1, 2, 3], [1, 2, 30]])
-    with pytest.raises(CaptureError, match="row 1 of this batch has a label that is no token"):
+    with raises(CaptureError, "capture.label_not_a_token", mentions="row 1 "):
         gk.capture(store, Speaker(tells=False), [(labels % 9, labels)], **OPTIONS)
     assert store.captures() == []
 
@@ -141,9 +142,9 @@ class Breaking(Speaker):
 def test_losses_that_are_no_numbers_are_refused_by_row(store, row, keep):
     data = [{"input_ids": one["input_ids"] % 8} for one in rows()]
     data[row]["input_ids"][1] = 8
-    with pytest.raises(CaptureError, match=f"sample {row} is not a number") as caught:
+    with raises(CaptureError, "capture.not_finite", mentions=f"sample {row} ") as caught:
         gk.capture(store, Breaking(), DataLoader(data, 4), keep=keep, **OPTIONS)
-    assert "look at that sample" in caught.value.fix
+    assert "Check that sample" in caught.value.fix
     data[row]["input_ids"][1] = 0
     done = gk.capture(store, Breaking(), DataLoader(data, 4), keep=keep, name="again", **OPTIONS)
     assert done.rows == 8

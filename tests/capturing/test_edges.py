@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
@@ -68,9 +69,8 @@ def test_padding_free_batches_are_one_row_per_document(store, kind, keep):
 @pytest.mark.parametrize("keep", [None, "losses"])
 def test_packs_that_do_not_say_where_documents_begin_are_refused(store, kind, keep):
     batch = {"input_ids": TOKENS, "labels": TOKENS, **UNCLEAR[kind]}
-    with pytest.raises(CaptureError, match="several documents in one row") as caught:
+    with raises(CaptureError, "capture.unclear_documents", fix="pad"):
         capture(store, Speaker(), [batch], task=gk.LanguageModeling(), keep=keep)
-    assert "pad" in caught.value.fix
     assert store.captures() == []
 
 
@@ -160,7 +160,7 @@ def test_dicts_that_no_model_takes_are_told(store):
         "mask": torch.ones(5),
         "labels": torch.arange(5) % 3,
     }
-    with pytest.raises(CaptureError, match="does not take what the batch holds") as caught:
+    with raises(CaptureError, "capture.model_arguments") as caught:
         capture(store, nn.Sequential(nn.Linear(12, 3)), [batch])
     assert "pixel_values, mask" in str(caught.value)
     assert "gk.Task" in caught.value.fix
@@ -179,7 +179,7 @@ def test_weights_of_data_parallel_without_counters_are_loaded(store):
     assert (losses[0] == losses[2]).all()
     assert (losses[1] == losses[2]).all()
     del wrapped["module.2.bias"]
-    with pytest.raises(CaptureError, match="do not fit the model") as caught:
+    with raises(CaptureError, "capture.weights_do_not_fit") as caught:
         capture(store, net(), [batch], checkpoints={"d": wrapped})
     assert "missing ['2.bias']" in str(caught.value)
 
@@ -190,18 +190,18 @@ def test_empty_batches_are_passed_over(store, model):
     assert capture(store, model, loader).rows == 6
     assert capture(store, model, loader).reused_rows == 6
     for nothing in ([], [(x[:0], y[:0])]):
-        with pytest.raises(CaptureError, match="gave no batch"):
+        with raises(CaptureError, "capture.empty_loader"):
             capture(store, model, nothing, name="none")
 
 
 @pytest.mark.parametrize("keep", [None, "losses"])
 def test_models_without_parameters_are_refused(store, keep):
     batch = torch.randn(5, 3), torch.arange(5) % 3
-    with pytest.raises(CaptureError, match=r"no .*parameter"):
+    with raises(CaptureError, "capture.no_parameters"):
         capture(store, nn.Sequential(nn.ReLU()), [batch], keep=keep)
-    with pytest.raises(CaptureError, match=r"no .*parameter"):
+    with raises(CaptureError, "capture.no_trainable_parameter"):
         gk.layers(nn.ReLU(), batch, task=gk.Classification())
-    with pytest.raises(CaptureError, match=r"no .*parameter"):
+    with raises(CaptureError, "capture.no_parameters"):
         gk.plan(nn.ReLU(), batch, task=gk.Classification(), rows=3)
     assert store.captures() == []
 

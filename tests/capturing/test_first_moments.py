@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.capturing import _moments, _rows
-from gradkeep.curvature._kept_moments import KeptMoments
+from gradkeep.curvature._stored_moments import StoredMoments
 
 KEY = gk.store.CaptureKey("final", "train")
 ROWS = _moments.FIRST_ROWS
@@ -32,7 +32,7 @@ def captured(folder, loader=None, **options):
 
 
 def kept(folder):
-    return KeptMoments.of(gk.gradients(gk.open(folder), split="train"))
+    return StoredMoments.of(gk.gradients(gk.open(folder), split="train"))
 
 
 def files(folder):
@@ -190,10 +190,10 @@ def test_scores_tell_of_moments_whose_rows_were_dropped(tmp_path, count, ids, to
 def test_moments_that_do_not_know_their_rows_say_so_once_rows_were_dropped(tmp_path):
     captured(tmp_path, batches(40))
     store = gk.open(tmp_path)
-    found = KeptMoments.read(store, KEY)
+    found = StoredMoments.read(store, KEY)
     assert found.ids.tolist() == list(range(40))
     one = {name: found.layers[name] for name in found.layers}
-    KeptMoments(one, found.rows, found.weights).save(store, KEY)  # as earlier versions kept them
+    StoredMoments(one, found.rows, found.weights).save(store, KEY)  # as earlier versions kept them
     ask = {"method": "ekfac", "queries": "train"}
     assert "eigenvectors" not in gk.attribute(store, **ask).approximate
     store.drop_rows(KEY, [3])
@@ -235,7 +235,7 @@ def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
 
     def broken(self, piece, measured):
         found = original(self, piece, measured)
-        found.left[0, 0, 0] = float("nan")
+        found.row_side[0, 0, 0] = float("nan")
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from gradkeep.capturing._order import _is_sliced, filled_batches
+from gradkeep.capturing._order import _is_sliced, iter_batches
 
 
 def tensors(rows: int, draw: st.DataObject) -> tuple[torch.Tensor, ...]:
@@ -42,7 +42,7 @@ def test_slices_are_what_the_loader_delivers(rows, size, drop_last, data):
     torch.manual_seed(0)
     wanted, state = list(loader), torch.get_rng_state()
     torch.manual_seed(0)
-    found = list(filled_batches(loader))
+    found = list(iter_batches(loader))
     assert torch.equal(torch.get_rng_state(), state)
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -57,7 +57,7 @@ def test_slices_are_what_the_loader_delivers(rows, size, drop_last, data):
 def test_a_model_that_writes_into_its_inputs_does_not_reach_the_data():
     data = torch.arange(12.0).reshape(6, 2)
     before = data.clone()
-    for (batch,) in filled_batches(DataLoader(TensorDataset(data), 4)):
+    for (batch,) in iter_batches(DataLoader(TensorDataset(data), 4)):
         batch.zero_()
     assert torch.equal(data, before)
 
@@ -103,5 +103,5 @@ OTHERS = {
 def test_anything_else_is_asked_for_its_batches(name):
     loader = OTHERS[name]()
     assert not _is_sliced(loader)
-    for ours, theirs in zip(filled_batches(loader), loader, strict=True):
+    for ours, theirs in zip(iter_batches(loader), loader, strict=True):
         assert all(map(torch.equal, ours, theirs))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,10 +64,10 @@ def test_it_is_resumed_compared_and_made_again_like_any_capture(store, model, da
     capture(store, model, data)
     assert capture(store, model, data).reused_rows == ROWS
     x, y = data.tensors
-    with pytest.raises(CaptureError, match="sample 399 is not what it was"):
+    with raises(CaptureError, "capture.rows_changed", mentions="sample 399 "):
         capture(store, model, TensorDataset(x, torch.cat([y[:-1], (y[-1:] + 1) % 3])))
     model[1] = nn.GELU()
-    with pytest.raises(CaptureError, match="the model or the task is not what it was"):
+    with raises(CaptureError, "capture.function_changed"):
         capture(store, model, data)
 
 
@@ -102,5 +103,5 @@ def test_other_tasks_keep_their_losses(store, data):
 def test_a_loss_that_is_no_number_is_told(store, model, data):
     x, y = (part.clone() for part in data.tensors)
     x[70] = torch.nan
-    with pytest.raises(CaptureError, match="the loss of sample 70 is not a number"):
+    with raises(CaptureError, "capture.not_finite", mentions="the loss of sample 70 "):
         capture(store, model, TensorDataset(x, y))

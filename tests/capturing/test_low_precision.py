@@ -5,11 +5,12 @@ import weakref
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing._readiness import WeightSource, weights_at_hand
+from gradkeep.capturing._readiness import WeightSource, full_precision_weights
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import CaptureError
 
@@ -155,7 +156,7 @@ def test_an_error_inside_leaves_the_model_as_it_was():
     before = list(model.parameters())
 
     def broken():
-        with weights_at_hand(model):
+        with full_precision_weights(model):
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             raise KeyError
 
@@ -166,7 +167,7 @@ def test_an_error_inside_leaves_the_model_as_it_was():
 
 
 def test_a_budget_by_fraction_needs_weights_as_they_are_computed_with(store):
-    with pytest.raises(CaptureError, match="fraction"):
+    with raises(CaptureError, "capture.fraction_needs_float32", fix="memory_budget"):
         gk.capture(
             store,
             Speaker().bfloat16(),
@@ -180,7 +181,7 @@ def test_a_budget_by_fraction_needs_weights_as_they_are_computed_with(store):
 def test_a_recording_still_refuses_16_bit_weights(store):
     model = nn.Linear(4, 3).bfloat16()
     with (
-        pytest.raises(CaptureError, match="too few digits"),
+        raises(CaptureError, "capture.low_precision"),
         gk.recording(store, model, checkpoints="now"),
     ):
         pass
@@ -189,7 +190,7 @@ def test_a_recording_still_refuses_16_bit_weights(store):
 def test_weights_that_were_never_loaded_are_refused(store):
     with torch.device("meta"):
         model = nn.Linear(4, 3)
-    with pytest.raises(CaptureError, match="not loaded"):
+    with raises(CaptureError, "capture.weights_not_loaded"):
         gk.capture(
             store,
             model,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,7 +54,7 @@ def tokens(rows, steps=4):
 def test_a_head_tied_by_hand_is_refused_by_name(tmp_path):
     torch.manual_seed(0)
     model, x = HandTied(), tokens(6)
-    with pytest.raises(CaptureError, match="emb"):
+    with raises(CaptureError, "capture.sums_differ", mentions="layer emb"):
         record(
             tmp_path,
             model,
@@ -64,13 +65,13 @@ def test_a_head_tied_by_hand_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("layer", [ShiftedLinear(5, 3), NormalisedLinear(5, 3)])
 def test_linear_layers_with_a_forward_of_their_own_are_refused_by_name(tmp_path, layer):
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), layer), torch.randn(6, 4)
-    with pytest.raises(CaptureError, match=r"\b2\b"):
+    with raises(CaptureError, "capture.not_recordable", mentions="2 ("):
         record(tmp_path, model, lambda a, b: model(x).square().sum(1).mean().backward())
 
 
 def test_a_scaled_embedding_is_refused_by_name(tmp_path):
     model = nn.Sequential(ScaledEmbedding(11, 5), nn.Linear(5, 3))
-    with pytest.raises(CaptureError, match=r"\b0\b"):
+    with raises(CaptureError, "capture.not_recordable", mentions="0 ("):
         record(tmp_path, model, lambda a, b: model(tokens(6)).square().mean().backward())
 
 
@@ -83,10 +84,10 @@ def test_hooks_that_change_gradients_are_refused(tmp_path):
         hidden.register_hook(lambda gradient: gradient * 2)
         model[2](torch.tanh(hidden)).square().sum(1).mean().backward()
 
-    with pytest.raises(CaptureError, match="0"):
+    with raises(CaptureError, "capture.sums_differ", mentions="layer 0:"):
         record(tmp_path, model, step)
     model[2].weight.register_hook(torch.zeros_like)
-    with pytest.raises(CaptureError, match="2"):
+    with raises(CaptureError, "capture.sums_differ", mentions="layer 2:"):
         record(tmp_path / "b", model, lambda a, b: model(x).square().sum(1).mean().backward())
 
 
@@ -100,7 +101,7 @@ def test_a_mismatch_in_a_later_step_is_found(tmp_path):
             out = out + F.linear(x[start:stop], model[0].weight).square().mean()
         out.backward()
 
-    with pytest.raises(CaptureError, match="layer 0"):
+    with raises(CaptureError, "capture.sums_differ", mentions="layer 0:"):
         record(tmp_path, model, step, steps=40)
 
 
@@ -142,7 +143,7 @@ def test_rows_in_another_order_inside_of_the_model_are_refused(tmp_path):
         lengths = torch.full((6,), 4) if start == 0 else torch.tensor([1, 2, 4, 3, 2, 1])
         model(x, lengths).square().sum(1).mean().backward()
 
-    with pytest.raises(CaptureError, match="another sample"):
+    with raises(CaptureError, "capture.rows_of_others"):
         record(tmp_path, model, step, steps=3)
 
 
@@ -163,7 +164,7 @@ class RealTokens(nn.Module):
 def test_rows_of_real_tokens_only_are_refused(tmp_path):
     torch.manual_seed(0)
     model, x, lengths = RealTokens(), torch.randn(6, 4, 3), torch.tensor([1, 3, 2, 2, 3, 1])
-    with pytest.raises(CaptureError, match="another sample"):
+    with raises(CaptureError, "capture.rows_of_others"):
         record(
             tmp_path, model, lambda a, b: model(x, lengths).square().sum((1, 2)).mean().backward()
         )
@@ -187,7 +188,7 @@ def test_two_views_joined_inside_of_the_model_are_refused(tmp_path):
         a, b = model(x[0], x[1])
         (a - b).square().sum(1).mean().backward()
 
-    with pytest.raises(CaptureError, match="another sample"):
+    with raises(CaptureError, "capture.rows_of_others"):
         record(tmp_path, model, step)
 
 
@@ -206,7 +207,7 @@ class Mixes(nn.Module):
 def test_models_that_mix_samples_are_refused(tmp_path):
     torch.manual_seed(0)
     model, x = Mixes(), torch.randn(6, 3)
-    with pytest.raises(CaptureError, match="another sample"):
+    with raises(CaptureError, "capture.rows_of_others"):
         record(tmp_path, model, lambda a, b: model(x).square().sum(1).mean().backward())
 
 
@@ -227,7 +228,7 @@ def squared_mean(out):
 def test_losses_that_mix_samples_are_refused(tmp_path, loss):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4)
-    with pytest.raises(CaptureError, match="loss"):
+    with raises(CaptureError, "capture.loss_mixes_samples"):
         record(tmp_path, model, lambda a, b: loss(model(x)).backward())
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -107,12 +108,12 @@ def test_epochs_can_be_left_out(tmp_path):
 
 def test_a_second_training_into_the_same_run_is_refused_before_it_starts(tmp_path):
     train(tmp_path, [callback(tmp_path / "store")])
-    with pytest.raises(CaptureError, match="earlier training"):
+    with raises(CaptureError, "capture.run_exists", fix="run="):
         train(tmp_path, [callback(tmp_path / "store")])
 
 
 def test_wrong_arguments_are_refused(tmp_path):
-    with pytest.raises(CaptureError):
+    with pytest.raises(CaptureError, match=r"^at must be"):
         callback(tmp_path, at="save")
     with pytest.raises(CaptureError, match="at least 1"):
         callback(tmp_path, every=0)

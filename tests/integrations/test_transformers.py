@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from raises import raises
 from torch.utils.data import DataLoader
 
 import gradkeep as gk
@@ -116,7 +117,7 @@ def test_the_captures_can_be_attributed_over_checkpoints(tmp_path):
 
 def test_a_trainer_that_never_saves_is_refused_at_once(tmp_path):
     callback = GradkeepTrainerCallback(tmp_path / "store", loaders(), task=gk.Classification())
-    with pytest.raises(CaptureError, match="never saves"):
+    with raises(CaptureError, "capture.trainer_never_saves", fix="at="):
         train(tmp_path / "kept", [callback], save_strategy="no")
 
 
@@ -131,7 +132,7 @@ def test_a_second_training_into_the_same_run_is_refused_before_it_starts(tmp_pat
         return callback
 
     again()
-    with pytest.raises(CaptureError, match="earlier training"):
+    with raises(CaptureError, "capture.run_exists", fix="run="):
         again()
     assert [c.key.run for c in again(run="second").captured] == ["second", "second"]
 
@@ -149,14 +150,15 @@ def test_a_resumed_training_goes_on_with_its_captures(tmp_path):
     assert once(max_steps=4) == [("checkpoint-4", 0)] * 2
     saved = tmp_path / "kept" / "checkpoint-4"
     assert once(resume=saved) == [("checkpoint-8", 0)] * 2
-    with pytest.raises(CaptureError, match="none after step 4"):
+    with raises(CaptureError, "capture.run_exists") as caught:
         once(resume=saved, max_steps=12)
+    assert "none after step 4" in caught.value.expected
 
 
 def test_arguments_that_the_training_decides_are_refused(tmp_path):
-    with pytest.raises(CaptureError, match="the training decides"):
+    with raises(CaptureError, "capture.reserved_options"):
         GradkeepTrainerCallback(tmp_path, loaders(), task=gk.Classification(), split="train")
-    with pytest.raises(CaptureError):
+    with pytest.raises(CaptureError, match=r"^at must be"):
         GradkeepTrainerCallback(tmp_path, loaders(), task=gk.Classification(), at="step")
-    with pytest.raises(CaptureError, match="no loaders"):
+    with raises(CaptureError, "capture.no_loaders", fix="loaders="):
         GradkeepTrainerCallback(tmp_path, {}, task=gk.Classification())

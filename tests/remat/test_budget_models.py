@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
@@ -183,7 +184,7 @@ def test_batches_that_are_slices_have_plans(cut):
     budget = memory_budget(0.8)
     same(trained(make, budget), trained(make))
     done = budget.report()
-    assert (done.recorded, done.planned, done.kept) == (3, 5, 0)
+    assert (done.recorded, done.planned, done.unplanned) == (3, 5, 0)
     assert done.measured_peak <= done.budget
     assert budget.explain().dropped
 
@@ -308,14 +309,13 @@ def test_a_step_without_a_plan_says_what_differs():
         return model(times(model(x), number))
 
     budget = memory_budget(0.8, mode="planned")
-    with pytest.warns(BudgetWarning, match="no plan, so no budget holds"):
+    with pytest.warns(BudgetWarning, match="no plan"):
         trained(model_with(body), budget, steps=24)
     fresh = memory_budget(0.8)
     trained(model_with(body), fresh, steps=3)
-    with pytest.raises(
-        RematError, match=r"one step runs sin in the step giving \[64, 32\], another addmm in 0"
-    ):
+    with raises(RematError, "remat.no_plan") as caught:
         fresh.explain()
+    assert "one step runs sin in the step giving [64, 32], another addmm in 0" in caught.value.found
 
 
 @may_say_more
@@ -373,7 +373,7 @@ def test_a_budget_left_in_another_thread_does_not_wedge_the_first():
     other = threading.Thread(target=leave)
     other.start()
     other.join()
-    assert "another thread" in str(errors[0])
+    assert errors[0].code == "budget.wrong_thread"
     model(x).sum().backward()  # whatever hooks are left do nothing
     make = model_with(made_per_call)
     second = memory_budget(0.8)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from plain_remat import training_program
+from raises import raises
 
 from gradkeep.errors import RematError
 from gradkeep.remat import (
@@ -22,7 +23,7 @@ from gradkeep.remat import (
     unlimited_peak,
 )
 from gradkeep.remat.simulator._program import Op, ProgramStep, StepKind
-from gradkeep.remat.simulator._schedule import Action, checked, keeping
+from gradkeep.remat.simulator._schedule import Action, checkpoint_nodes, validate_schedule
 
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 
@@ -114,12 +115,13 @@ def test_a_time_limit_gives_a_proven_gap():
 
 def test_too_small_a_budget_says_the_least():
     graph = Graph.of(chain(4))
-    with pytest.raises(RematError, match=f"at least {graph.bottleneck} bytes"):
+    with raises(RematError, "remat.budget_too_small") as caught:
         optimal(graph, budget=graph.bottleneck - 1)
+    assert f"at least {graph.bottleneck} bytes" in caught.value.expected
 
 
 def test_too_large_a_graph_is_refused():
-    with pytest.raises(RematError, match="too large"):
+    with raises(RematError, "remat.graph_too_large"):
         optimal(Graph.of(chain(150)), budget=10)
 
 
@@ -151,22 +153,26 @@ def test_more_slots_cost_less_time():
 
 
 def test_revolve_is_for_chains_only():
-    with pytest.raises(RematError, match="for chains"):
+    with raises(RematError, "remat.not_a_chain", fix="chen"):
         revolve(random_graph(random.Random(1), 6), 2)
 
 
 def test_keeping_recomputes_the_rest():
     graph = Graph.of(chain(9))
-    some = keeping(graph, [2, 5])
+    some = checkpoint_nodes(graph, [2, 5])
     assert some.compute > graph.compute
     assert some.peak < keep_all(graph).peak
 
 
 def test_an_impossible_schedule_is_refused():
     graph = Graph.of(chain(2))
-    for actions in ([Action("run", 1)], [Action("drop", 0)], [Action("run", 0)]):
-        with pytest.raises(RematError):
-            checked(graph, actions)
+    for action, reason in (
+        (Action("run", 1), "run"),
+        (Action("drop", 0), "drop"),
+        (Action("run", 0), "unfinished"),
+    ):
+        with raises(RematError, f"remat.schedule_{reason}"):
+            validate_schedule(graph, [action])
 
 
 def test_rewrites_keep_the_cost_and_lose_aliases_tuples_and_constants(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.remat.simulator import _neighbourhoods
+from gradkeep.remat.simulator import _neighborhoods
 from gradkeep.remat.simulator._sweep import sweep_cases
 
 HERE = Path(__file__).parent / "data"
@@ -129,6 +129,6 @@ def test_sets_of_evicted_neighbours_are_what_searching_finds(log, heuristic, mon
         kept = simulate(program, **given)
         with monkeypatch.context() as patch:
             # Nobody announces operators: the same heuristic searches.
-            patch.setattr(_neighbourhoods.ExactNeighbourhood, "declared", lambda *_: None)
+            patch.setattr(_neighborhoods.ExactNeighborhood, "declared", lambda *_: None)
             searched = simulate(program, **given)
         assert kept == dataclasses.replace(searched, accesses=kept.accesses)

@@ -6,31 +6,31 @@ import pytest
 import torch
 
 from gradkeep.compat.dtr.zoo import build
-from gradkeep.remat._tensors import beside_compiler
-from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
+from gradkeep.remat._tensors import exclude_mode_from_compiler
+from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, build_problem
 from gradkeep.remat.planned._planned_step import PlannedStep, unpack
 from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._search import search_plan
 from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
-from gradkeep.remat.planned._trace import agreed_trace
+from gradkeep.remat.planned._trace import merge_traces
 
 hooks = torch.autograd.graph.saved_tensors_hooks
 
 
 def recorded(step, *, cloning, hooked=None):
-    recording, watch = StepRecorder(cloning=cloning), beside_compiler(RecordingMode)()
+    recording, watch = StepRecorder(cloning=cloning), exclude_mode_from_compiler(RecordingMode)()
     with hooks((hooked or recording).pack, unpack):
-        watch.show(recording)
+        watch.start(recording)
         step()
-        watch.rest()
+        watch.stop()
     return recording.finish()
 
 
 def problem_of_work(work):
     recorded(work.step, cloning=False)
-    trace = agreed_trace(recorded(work.step, cloning=False), recorded(work.step, cloning=True))
-    return problem_of(trace, min_size=1)
+    trace = merge_traces(recorded(work.step, cloning=False), recorded(work.step, cloning=True))
+    return build_problem(trace, min_size=1)
 
 
 def bytes_with_the_same_bits(work, problem, states):

@@ -8,27 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import BudgetError
 from gradkeep.remat._rerun import TensorRef
-from gradkeep.remat._tensors import Geometry, beside_compiler
+from gradkeep.remat._tensors import Geometry, exclude_mode_from_compiler
 from gradkeep.remat.planned._autograd_graph import GraphBelow
-from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
+from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, build_problem
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._planned_step import unpack
 from gradkeep.remat.planned._planner import (
     BudgetSettings,
     OnlineFallback,
     StepPlanner,
-    floor_of,
+    find_floor,
 )
 from gradkeep.remat.planned._search import (
     ForwardCut,
-    crossings,
-    evenly,
-    groups_of,
+    build_groups,
+    choose_even_cuts,
+    find_cuts,
     search_plan,
 )
 from gradkeep.remat.planned._session import RecordingMode
@@ -41,7 +42,7 @@ from gradkeep.remat.planned._trace import (
     TracedStorage,
     TracedValue,
     TraceEvent,
-    agreed_trace,
+    merge_traces,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory budget:gradkeep.errors.BudgetWarning")
@@ -60,15 +61,15 @@ def traced(step):
     """The trace of a step, with costs that are the same on every machine."""
 
     def recorded(*, cloning):
-        recording, mode = StepRecorder(cloning=cloning), beside_compiler(RecordingMode)()
+        recording, mode = StepRecorder(cloning=cloning), exclude_mode_from_compiler(RecordingMode)()
         with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack):
-            mode.show(recording)
+            mode.start(recording)
             step()
-            mode.rest()
+            mode.stop()
         return recording.finish()
 
     recorded(cloning=False)
-    trace = agreed_trace(recorded(cloning=False), recorded(cloning=True))
+    trace = merge_traces(recorded(cloning=False), recorded(cloning=True))
     priced = [
         dataclasses.replace(operation, cost=1e-3 * (1 + 7 * number % 5))
         for number, operation in enumerate(trace.operations)
@@ -93,7 +94,7 @@ def layered(layers, width=(32, 48)):
             parameter.grad = None
         net(x).square().sum().backward()
 
-    return problem_of(traced(step), min_size=1)
+    return build_problem(traced(step), min_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +180,14 @@ def branching(layers, seed):
         operations=tuple(operations),
         slots=tuple(slots),
         order=tuple(order),
-        asked=tuple(asked),
+        request_events=tuple(asked),
         freed=tuple(at + 1 for at in asked),
         storages=tuple(found),
         values=tuple(values),
         open_slots=frozenset(),
         sources={0: None},
     )
-    return problem_of(trace, min_size=1)
+    return build_problem(trace, min_size=1)
 
 
 def brute_force(problem, treatments):
@@ -237,7 +238,7 @@ def test_a_small_problem_is_solved_exactly(small, share):
 
 
 def test_the_floor_of_a_small_problem_is_the_least_peak(small):
-    found = floor_of(small)
+    found = find_floor(small)
     assert not found.fits
     assert found.evaluation.peak == min(peak for peak, _ in brute_force(small, Treatment))
 
@@ -246,7 +247,7 @@ def test_the_floor_of_a_small_problem_is_the_least_peak(small):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_large_problem_is_solved_as_well_as_trying_all_plain_drops(large, share, seed):
     budget = int(share * large.peak)
-    plain = brute_force(large, (Treatment.KEEP, Treatment.TOGETHER))
+    plain = brute_force(large, (Treatment.KEEP, Treatment.JOINT))
     fitting = [seconds for peak, seconds in plain if peak <= budget]
     found = search_plan(large, budget, seed=seed, effort=0.5)
     assert found.fits
@@ -258,8 +259,8 @@ def test_a_large_problem_is_solved_as_well_as_trying_all_plain_drops(large, shar
 
 
 def test_the_floor_of_a_large_problem_is_not_above_that_of_plain_drops(large):
-    plain = brute_force(large, (Treatment.KEEP, Treatment.TOGETHER))
-    found = floor_of(large, effort=0.5)
+    plain = brute_force(large, (Treatment.KEEP, Treatment.JOINT))
+    found = find_floor(large, effort=0.5)
     assert not found.fits
     assert found.evaluation.peak <= min(peak for peak, _ in plain)
     assert search_plan(large, found.evaluation.peak, effort=0.5).fits
@@ -284,7 +285,7 @@ def test_more_effort_looks_at_more_plans_and_finds_nothing_worse(large):
 
 
 def test_every_candidate_is_a_group_and_so_are_those_that_share_an_operator(large):
-    groups = groups_of(large)
+    groups = build_groups(large)
     count = len(large.candidates)
     assert groups[:count] == [(index,) for index in range(count)]
     for group in groups[count:]:
@@ -304,10 +305,10 @@ def test_a_late_value_made_early_on_the_way_is_made_again_and_stays_near_its_las
     evaluate = PlanEvaluator(large)
     by = {
         state: evaluate([int(state)] * len(large.candidates))
-        for state in (Treatment.DROP, Treatment.AGAIN, Treatment.LATE)
+        for state in (Treatment.DROP, Treatment.REPEAT, Treatment.LATE)
     }
     near = len(large.trace.order) // 8
-    last = {candidate.value: candidate.asks[-1] for candidate in large.candidates}
+    last = {candidate.value: candidate.requests[-1] for candidate in large.candidates}
     far = stayed = 0
     for rebuild in by[Treatment.LATE].rebuilds:
         made = {
@@ -317,17 +318,17 @@ def test_a_late_value_made_early_on_the_way_is_made_again_and_stays_near_its_las
             if last.get(item.value, -1) > rebuild.at
         }
         kept = {value for value in made if last[value] - rebuild.at <= near}
-        assert made & rebuild.kept == kept
+        assert made & rebuild.retained == kept
         far += len(made - kept)
         stayed += len(kept)
     assert far
     assert stayed
-    seconds = [by[state].seconds for state in (Treatment.DROP, Treatment.LATE, Treatment.AGAIN)]
+    seconds = [by[state].seconds for state in (Treatment.DROP, Treatment.LATE, Treatment.REPEAT)]
     assert seconds == sorted(seconds)
 
 
 def test_cuts_are_where_few_values_cross(large):
-    cuts = crossings(large)
+    cuts = find_cuts(large)
     sizes = {candidate.value: candidate.size for candidate in large.candidates}
     assert len(cuts) == len({large.trace.values[value].maker for value in sizes})
     assert [cut.before for cut in cuts] == sorted(cut.before for cut in cuts)
@@ -344,14 +345,14 @@ def test_cuts_part_the_bytes_evenly_and_are_thin():
         return ForwardCut(frozenset(), size, before)
 
     plain = [cut(before, 5) for before in range(0, 101, 10)]
-    assert evenly(plain, 1) == [5]
-    assert evenly(plain, 4) == [2, 4, 6, 8]
+    assert choose_even_cuts(plain, 1) == [5]
+    assert choose_even_cuts(plain, 4) == [2, 4, 6, 8]
     thin = [cut(before, 1 if before == 60 else 5) for before in range(0, 101, 10)]
-    assert evenly(thin, 1) == [6], "thinner, and within a third of a part"
+    assert choose_even_cuts(thin, 1) == [6], "thinner, and within a third of a part"
     far = [cut(before, 1 if before == 70 else 5) for before in range(0, 101, 10)]
-    assert evenly(far, 1) == [5], "too far away"
-    assert evenly([cut(0, 5), cut(100, 5)], 1) == []
-    assert evenly([], 3) == []
+    assert choose_even_cuts(far, 1) == [5], "too far away"
+    assert choose_even_cuts([cut(0, 5), cut(100, 5)], 1) == []
+    assert choose_even_cuts([], 3) == []
 
 
 # Settings
@@ -386,11 +387,11 @@ def run_of(changed=None, *, undone=False):
 
 def test_a_step_that_followed_its_plan_counts():
     planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of(misses=1)
-    planner.finished(plan, run_of())
-    planner.finished(plan, run_of())
+    planner.note_step(plan, run_of())
+    planner.note_step(plan, run_of())
     counts = planner.counts
     assert (plan.runs, plan.misses, planner.last) == (2, 0, plan)
-    assert (counts.planned, counts.kept, counts.undone) == (2, 0, 0)
+    assert (counts.planned, counts.unplanned, counts.undone) == (2, 0, 0)
     assert (counts.recomputed, counts.busy) == (4.0, 10.0)
     assert counts.reasons == []
 
@@ -398,28 +399,28 @@ def test_a_step_that_followed_its_plan_counts():
 def test_a_plan_is_doubted_after_two_misses_in_a_row():
     planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of()
     planner.plans.append(plan)
-    planner.finished(plan, run_of("another layer"))
-    assert not planner.wants_recording
-    planner.finished(plan, run_of())
-    planner.finished(plan, run_of("another layer"))
-    assert not planner.wants_recording, "not in a row"
-    planner.finished(plan, run_of("one more layer"))
+    planner.note_step(plan, run_of("another layer"))
+    assert not planner.needs_recording
+    planner.note_step(plan, run_of())
+    planner.note_step(plan, run_of("another layer"))
+    assert not planner.needs_recording, "not in a row"
+    planner.note_step(plan, run_of("one more layer"))
     assert plan.doubtful
-    assert planner.wants_recording
-    assert (planner.counts.kept, planner.counts.planned) == (3, 1)
+    assert planner.needs_recording
+    assert (planner.counts.unplanned, planner.counts.planned) == (3, 1)
     assert planner.counts.reasons == ["another layer", "another layer", "one more layer"]
     assert planner.last is plan
 
 
 def test_an_undone_step_makes_its_plan_doubtful_and_the_next_step_recorded():
     planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of()
-    assert planner.wants_recording, "nothing is known yet"
+    assert planner.needs_recording, "nothing is known yet"
     planner.plans.append(plan)
-    assert not planner.wants_recording
-    planner.finished(plan, run_of("differs", undone=True))
+    assert not planner.needs_recording
+    planner.note_step(plan, run_of("differs", undone=True))
     assert plan.doubtful
-    assert planner.wants_recording
-    assert (planner.counts.undone, planner.counts.kept, plan.misses) == (1, 0, 0)
+    assert planner.needs_recording
+    assert (planner.counts.undone, planner.counts.unplanned, plan.misses) == (1, 0, 0)
     assert planner.plans == [plan]
     assert planner.plans_for(torch.ones(1), ()) == []
 
@@ -440,15 +441,17 @@ def test_four_plans_that_did_not_last_are_enough(mode, online):
 
 def test_the_latest_plan_that_fits_comes_first():
     planner = StepPlanner(BudgetSettings(0.5))
-    kinds = [SimpleNamespace(begins=lambda *_, yes=yes: yes) for yes in (True, False, True)]
+    kinds = [
+        SimpleNamespace(matches_first_tensor=lambda *_, yes=yes: yes) for yes in (True, False, True)
+    ]
     plans = [plan_of(kind=kind) for kind in kinds]
     planner.plans += plans
     assert planner.plans_for(torch.ones(1), ()) == [plans[2], plans[0]]
-    assert planner.worth_recording(torch.ones(1), ())
+    assert planner.is_worth_recording(torch.ones(1), ())
     planner._hopeless.append(kinds[1])
-    assert planner.worth_recording(torch.ones(1), ())
+    assert planner.is_worth_recording(torch.ones(1), ())
     planner._hopeless.append(kinds[0])
-    assert not planner.worth_recording(torch.ones(1), ())
+    assert not planner.is_worth_recording(torch.ones(1), ())
 
 
 @pytest.mark.parametrize(
@@ -470,14 +473,14 @@ def test_every_second_recording_of_a_kind_clones_and_after_four_the_other():
     planner = StepPlanner(BudgetSettings(0.5))
 
     def asked(size, *, training=True):
-        flag = ModuleFlag(torch.nn.Linear, weakref.ref(layer), owns=True, training=training)
+        flag = ModuleFlag(torch.nn.Linear, weakref.ref(layer), has_tensors=True, training=training)
         passing = torch.nn.Sequential(layer)
         made_anew = ModuleFlag(
-            torch.nn.Sequential, weakref.ref(passing), owns=False, training=training
+            torch.nn.Sequential, weakref.ref(passing), has_tensors=False, training=training
         )
         modules = SimpleNamespace(flags=lambda: (flag, made_anew))
         recording = SimpleNamespace(modules=modules, gradients=False)
-        return planner.cloning(recording, torch.ones(size))
+        return planner.should_clone(recording, torch.ones(size))
 
     layer = torch.nn.Linear(2, 2)
     assert [asked(3) for _ in range(8)] == [*(False, True) * 2, *(True, False) * 2]
@@ -498,10 +501,10 @@ def test_online_a_share_is_of_the_first_step_and_bytes_are_bytes():
     share.peak = 0
     online = share.enter()
     held = torch.zeros(1000) + 1
-    share.step_is_over(online)
+    share.finish_step(online)
     assert share.peak >= held.nbytes, "the first step ran without a budget"
     assert online.budget == share._bytes() == share.peak // 2
-    share.leave(online, None)
+    share.exit(online, None)
     assert share.latest is not None
 
 
@@ -538,9 +541,9 @@ def test_a_step_that_never_does_the_same_is_given_up_after_nine_recordings():
     budget = gk.memory_budget(0.5, mode="planned")
     steps(budget, Changing(), 12)
     done = budget.report()
-    assert (done.recorded, done.planned, done.kept, done.online) == (9, 0, 3, 0)
+    assert (done.recorded, done.planned, done.unplanned, done.online) == (9, 0, 3, 0)
     (reason,) = done.reasons
-    assert reason.startswith("the step does something else each time: one step runs ")
+    assert reason.startswith("the step differs each time: one step runs ")
 
 
 def test_one_recording_clears_a_doubt_or_confirms_it():
@@ -587,10 +590,10 @@ def test_the_floor_is_what_a_budget_needs_at_least():
     steps(budget, net, 4, x)
     about = budget.explain()
     assert about.floor < about.peak
-    at_floor = budget.anew(about.floor)
+    at_floor = budget.replan(about.floor)
     assert at_floor.explain().predicted_peak <= about.floor
-    with pytest.raises(BudgetError) as caught:
-        budget.anew(about.floor - 1)
+    with raises(BudgetError, "budget.below_floor") as caught:
+        budget.replan(about.floor - 1)
     assert f"{about.floor} bytes" in str(caught.value.expected)
     assert f"{about.peak} bytes" in str(caught.value.expected)
     assert f"{about.floor - 1} bytes" in str(caught.value.found)
@@ -612,7 +615,7 @@ def test_copies_for_undoing_a_step_are_part_of_its_peak():
     assert plan.predicted_peak <= plan.budget
     done = budget.report()
     assert done.measured_peak <= done.budget
-    wide = budget.anew(1.0)
+    wide = budget.replan(1.0)
     assert wide._planner.last.predicted_peak == wide._planner.last.peak, "nothing is dropped"
     assert wide._planner.repeatable == budget._planner.repeatable
 

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.simulator import _picture, _sweep
-from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
+from gradkeep.remat.simulator import _plots, _sweep
+from gradkeep.remat.simulator._plots import FigureStyle, draw_sweep, summarize_sweep
 from gradkeep.remat.simulator._sweep import (
     SweepCase,
     find_logs,
@@ -71,16 +72,17 @@ def test_a_row_is_the_simulation():
 
 
 def test_bad_sweeps_are_refused_before_anything_runs():
-    with pytest.raises(RematError, match="no heuristic 'dtrr'"):
+    with raises(RematError, "remat.unknown_heuristic", fix="dtr"):
         sweep_cases([LOG], heuristics=("dtrr",))
-    with pytest.raises(RematError, match="above 0"):
+    with raises(RematError, "argument.invalid") as caught:
         sweep_cases([LOG], ratios=(0.0,))
+    assert caught.value.message.startswith("ratios must be above 0")
 
 
 def test_pictures_are_written_and_the_same_each_time(tmp_path):
     rows = [run_case(case) for case in sweep_cases([LOG], heuristics=("dtr-eq", "lru"))]
     for folder in ("one", "two"):
-        paths = draw_sweep(rows, tmp_path / folder, "pareto", PictureStyle("A title <with> signs"))
+        paths = draw_sweep(rows, tmp_path / folder, "pareto", FigureStyle("A title <with> signs"))
         assert [path.suffix for path in paths] == [".png", ".svg", ".html"]
     one, two = (tmp_path / folder / "pareto.svg" for folder in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
@@ -89,7 +91,7 @@ def test_pictures_are_written_and_the_same_each_time(tmp_path):
     assert "<svg" in page
     assert "http-equiv" not in page
     assert "<script" not in page
-    assert sweep_sentences(rows)[0].startswith("At 50% of its memory")
+    assert summarize_sweep(rows)[0].startswith("At 50% of its memory")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
     ("words", "message"),
     [
         (["simulate", LOG], "either --ratio or --budget"),
-        (["simulate", LOG, "--ratio", "0.5", "--heuristic", "dtrx"], "did you mean dtr"),
+        (["simulate", LOG, "--ratio", "0.5", "--heuristic", "dtrx"], "Did you mean dtr"),
         (["simulate", LOG, "--ratio", "0.5", "--policy", "never"], "policy must be"),
         (["simulate", LOG, "--ratio", "-1"], "'--ratio': Input should be greater than or equal"),
         (["simulate", LOG, "--budget", "lots"], "not a number of bytes"),
@@ -233,7 +235,7 @@ def test_figures_command_draws_all_figures_of_a_folder(tmp_path):
 def test_random_is_drawn_as_mean_and_range_where_all_seeds_ran():
     cases = sweep_cases([LOG], heuristics=("random",), ratios=(0.9, 0.6))
     rows = [run_case(case) for case in cases]
-    (axis,) = _picture._figure(rows, PictureStyle("Title")).axes
+    (axis,) = _plots._figure(rows, FigureStyle("Title")).axes
     each = [row.overhead for row in rows if row.ratio == 0.9]
     assert list(axis.lines[0].get_xdata()) == [0.9]
     assert axis.lines[0].get_ydata() == pytest.approx(sum(each) / 10)
@@ -256,22 +258,27 @@ def test_manifests_name_logs_and_their_titles(tmp_path):
         for place in (logs, logs / "manifest.json"):
             found, notes = find_logs([place])
             assert [(log.title, log.path.name) for log in found] == [("A", "a-1.log")]
-            assert "'C' is passed over" in notes[0]
+            assert "'C' is skipped" in notes[0]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "reason", "details"),
     [
-        ("[", "no manifest of logs"),
-        ("[1]", "no manifest of logs"),
-        ('{"models": [{"name": "a"}]}', "log"),
-        ('{"models": [{"name": "a", "log": "a.log", "has_start": false}]}', "has_start"),
-        ('{"models": [{"name": "a", "log": "a.log"}]}', "none of the logs is there"),
+        ("[", "manifest_invalid", ""),
+        ("[1]", "manifest_invalid", ""),
+        ('{"models": [{"name": "a"}]}', "manifest_invalid", "log"),
+        (
+            '{"models": [{"name": "a", "log": "a.log", "has_start": false}]}',
+            "manifest_invalid",
+            "has_start",
+        ),
+        ('{"models": [{"name": "a", "log": "a.log"}]}', "logs_missing", "a.log"),
     ],
 )
-def test_bad_manifests_are_refused_with_what_is_wrong(content, message, tmp_path):
+def test_bad_manifests_are_refused_with_what_is_wrong(content, reason, details, tmp_path):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(RematError, match=message):
+    with raises(RematError, f"remat.{reason}") as caught:
         find_logs([tmp_path])
-    with pytest.raises(RematError, match="no such log"):
+    assert details in caught.value.found
+    with raises(RematError, "remat.log_not_found"):
         find_logs([tmp_path / "nowhere"])

@@ -91,10 +91,10 @@ def test_functions_and_modules_train_to_the_same_bits_or_are_refused(sweep):
 def test_every_way_to_take_memory_unwritten_is_known():
     import torch
 
-    from gradkeep.remat._rerun import leaves_unwritten
+    from gradkeep.remat._rerun import is_uninitialized
 
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     # Quantized tensors are never made again.
     takes = [n for n in names if re.fullmatch(r"aten::(new_)?empty(_\w+)?", n) and "quant" not in n]
     assert len(takes) >= 6
-    assert [name for name in takes if not leaves_unwritten(name)] == []
+    assert [name for name in takes if not is_uninitialized(name)] == []

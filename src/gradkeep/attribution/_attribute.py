@@ -11,7 +11,7 @@ import numpy as np
 
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
-from gradkeep._display import progress as short_repr
+from gradkeep._display import progress as progress_bar
 from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
 from gradkeep.attribution._question import AttributionQuestion, Method, build_question, options_for
 from gradkeep.attribution._registry import default_method, find_method
@@ -265,7 +265,7 @@ def attribute(
         )
     if save is not None:
         check_free(store, save, method=chosen.name, checkpoints=at)
-    with short_repr(f"attribute by {chosen.name}", "scores") as report:
+    with progress_bar(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if (workers is not None or engine is not None) and chosen.about_queries:
             if wants_choice(chosen, method_options):

@@ -10,18 +10,19 @@ import torch
 
 from gradkeep._arguments import checked
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep._display import progress as short_repr
+from gradkeep._display import progress as progress_bar
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import find_method
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution.scorers._kfac import APPROXIMATE
-from gradkeep.capturing._audit import buffers_kept, is_steady
-from gradkeep.capturing._batches import batch_size, rows_of, to_device
+from gradkeep.capturing._audit import check_repeatable, restore_buffers
+from gradkeep.capturing._batches import batch_size as samples_in
+from gradkeep.capturing._batches import rows_of, to_device
 from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._loader import as_loader, task_batches
 from gradkeep.capturing._moments import measure_moments
-from gradkeep.capturing._readiness import in_mode, ready
+from gradkeep.capturing._readiness import in_mode, moved_to, ready
 from gradkeep.capturing._tracer import Reducer, empty_gradients
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
+    from torch.utils.data import Dataset
 
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._tracer import Tracer
@@ -50,16 +52,18 @@ _DIRECTIONS = 4 << 30
 @checked(AttributionError)
 def attribute_once(
     model: nn.Module,
-    train: Iterable[Any],
-    queries: Iterable[Any],
+    train: Iterable[Any] | Dataset[Any],
+    queries: Iterable[Any] | Dataset[Any],
     *,
     task: Task,
-    method: str = "kfac",
+    method: str | None = None,
     damping: float | None = None,
     layers: LayerChoice = None,
-    mode: Mode | None = None,
+    mode: Mode | None = "eval",
     memory_budget: float | str | None = None,
     progress: bool = False,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
     **options: Any,
 ) -> Scores:
     """Score every training row of a loader for some queries, without writing anything to disk.
@@ -73,16 +77,18 @@ def attribute_once(
 
     Args:
         model: The model.
-        train: Loader of the training batches.
-        queries: Loader of the query batches.
+        train: Loader of the training batches, or a map-style data set.
+        queries: Loader of the query batches, or a map-style data set.
         task: Loss of the model, such as `gk.Classification()`.
-        method: Name of a method; `gk.methods()` lists them.
+        method: Name of a method; `gk.methods()` lists them. The default is that of `gk.attribute`.
         damping: Damping of the curvature, relative to its mean eigenvalue; the method's default if None.
         layers: Use only these layers.
-        mode: `train` or `eval`; by default the mode that the task needs.
+        mode: `"eval"` or `"train"`; None leaves the model's mode.
         memory_budget: Most memory for gradients, 4 GiB by default.
         progress: Show progress.
-        options: Options of the method.
+        batch_size: Samples per batch of a data set; 64 by default.
+        device: Device to run on; the model is moved there and back.
+        **options: Options of the method.
 
     Returns:
         Scores `[queries, train]`; positive helps.
@@ -99,12 +105,14 @@ def attribute_once(
         ...     task=gk.Classification()).shape
         (2, 6)
     """
+    if method is not None:
+        find_method(method)
     limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
-    chosen = find_method(method)
+    loaders = as_loader(train, batch_size), as_loader(queries, batch_size)
     if method not in ("dot", "kfac"):
         store = open_store(_BoundedMemory(limit))
-        for split, loader in (("train", train), ("test", queries)):
-            how: Any = {"layers": layers, "mode": mode, "progress": progress}
+        for split, loader in zip(("train", "test"), loaders, strict=True):
+            how: Any = {"layers": layers, "mode": mode, "progress": progress, "device": device}
             capture(store, model, loader, task=task, split=split, **how)
         if damping is not None:
             options["damping"] = damping
@@ -118,19 +126,20 @@ def attribute_once(
             code="attribute.unknown_option",
             expected="damping, layers, mode, memory_budget, progress",
         )
-    rows, query_rows = (task_batches(loader, model, task, mode) for loader in (train, queries))
+    rows, query_rows = (task_batches(loader, model, task, mode) for loader in loaders)
     added = Damping(0.1 if damping is None else damping)
     with (
+        moved_to(model, device),
         ready(model),
         in_mode(model, mode),
-        buffers_kept(model),
-        short_repr("attribute once", "rows") as report,
+        restore_buffers(model),
+        progress_bar("attribute once", "rows") as report,
     ):
         device = next(model.parameters()).device
-        first = rows_of(rows.first, 0, min(4, batch_size(rows.first)))
+        first = rows_of(rows.first, 0, min(4, samples_in(rows.first)))
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
-        is_steady(model, task, rows.first, mode)
+        check_repeatable(model, task, rows.first, mode)
         directions, factors, query_ids = _hold_queries(
             tracer, query_rows, device, limit, dense=method == "kfac"
         )
@@ -179,7 +188,7 @@ def attribute_once(
         train_ids=np.concatenate(ids),
         method=method,
         layers=tuple(unit.name for unit in tracer.units),
-        scale=chosen.summary,
+        scale=find_method(method).summary,
         exact=method == "dot",
         approximate=None if method == "dot" else APPROXIMATE,
     )

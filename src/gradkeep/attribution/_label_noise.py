@@ -23,6 +23,7 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._arguments import number
+from gradkeep._display import TextDisplay
 from gradkeep.errors import AttributionError
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -62,8 +63,8 @@ class SuspicionThreshold:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LabelNoise:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LabelNoise(TextDisplay):
     """Estimated label noise of N rows of C classes.
 
     Attributes:
@@ -85,6 +86,14 @@ class LabelNoise:
     held_out: bool
     least: AnyArray
     most: AnyArray
+
+    def __str__(self) -> str:
+        low, high = self.rate_interval
+        source = "out-of-fold probabilities" if self.held_out else "a model trained on the rows"
+        return (
+            f"label noise {self.rate:.1%} [{low:.1%}, {high:.1%}] of {len(self.wrong)} rows, flips to "
+            f"{self.pattern}; from {source}"
+        )
 
     def threshold(self, precision: float = 0.8) -> SuspicionThreshold | None:
         """Return the longest list of most suspicious rows with at least this expected precision.

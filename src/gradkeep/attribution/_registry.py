@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._question import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
@@ -21,7 +22,25 @@ _SEQUENCES = "gradkeep.LanguageModelling"
 _METHODS: dict[str, Method] = {method.name: method for method in ALL}
 
 
-def methods() -> tuple[Method, ...]:
+class MethodList(TableDisplay, tuple[Method, ...]):
+    """The methods of `gk.attribute`, printed as a table."""
+
+    __slots__ = ()
+
+    def _table(self) -> ResultTable:
+        names = ", ".join(method.name for method in self[10:])
+        caption = f"{len(self)} methods for gk.attribute(method=...)"
+        caption += f"; also {names}" if names else ""
+        rows = [[method.name, method.summary[:80]] for method in self[:10]]
+        return ResultTable(caption, ["method", "score"], rows, len(self))
+
+    def _repr_html_(self) -> str:
+        columns = ["method", "score", "needs", "cost"]
+        rows = [[method.name, method.summary, method.needs, method.cost] for method in self]
+        return ResultTable(f"{len(self)} methods", columns, rows, len(self)).to_html()
+
+
+def methods() -> MethodList:
     """List all methods of `gk.attribute`.
 
     Returns:
@@ -31,7 +50,7 @@ def methods() -> tuple[Method, ...]:
         >>> [method.name for method in methods()][:3]
         ['kernel', 'trak', 'dot']
     """
-    return tuple(_METHODS.values())
+    return MethodList(_METHODS.values())
 
 
 def register_method(method: Method) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import ResultTable, TableDisplay
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
@@ -17,7 +18,7 @@ from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
@@ -108,17 +109,30 @@ def _summed(
     return (out if lines is None else lines.summed(out, 0)).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankedRows:
-    """Training rows for one query, the highest rank first."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RankedRows(TableDisplay):
+    """Training rows for one query, the highest rank first; unpacks into ids and values.
+
+    Attributes:
+        ids: Ids of the training rows `[k]`.
+        values: Their scores `[k]`.
+    """
 
     ids: Ids
-    """`[k]`"""
     values: Floats
-    """`[k]`"""
 
     def __iter__(self) -> Any:
         return iter((self.ids, self.values))
+
+    def _table(self) -> ResultTable:
+        rows = [
+            [str(row), f"{value:+.5g}"]
+            for row, value in zip(self.ids[:10], self.values[:10], strict=True)
+        ]
+        more = f", {len(rows)} shown" if len(self.ids) > len(rows) else ""
+        caption = f"{len(self.ids)} training rows{more}; positive helped, negative hurt"
+        right = frozenset({0, 1})
+        return ResultTable(caption, ["train row", "score"], rows, len(self.ids), right)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -427,6 +441,22 @@ class Scores:
             f"Scores({self.method}: {self.shape[0]} of {self.queries} x {self.shape[1]} of "
             f"{self.train} at {at}; {self.scale}; {true}, positive helps)"
         )
+
+    def __len__(self) -> int:
+        """Return the number of queries."""
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index the values `[Q, N]` by position, like an array."""
+        return self.values[index]
+
+    def __iter__(self) -> Iterator[Floats]:
+        """Iterate over the scores `[N]` of each query."""
+        return iter(self.values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Convert to a numpy array `[Q, N]`."""
+        return np.array(self.values, dtype) if copy else np.asarray(self.values, dtype)
 
     def _repr_html_(self) -> str:
         from gradkeep.attribution._show import show  # imports this module

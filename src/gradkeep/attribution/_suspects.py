@@ -10,6 +10,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import whole_numbers
+from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._label_noise import label_noise, validate_labels, validate_probabilities
 from gradkeep.attribution._question import build_question
 from gradkeep.attribution._registry import holds_sequences
@@ -40,8 +41,8 @@ _DOCUMENT_MEASURES = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Suspects:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Suspects(TableDisplay):
     """Rows in the order of suspicion, the most suspicious first.
 
     Attributes:
@@ -68,6 +69,23 @@ class Suspects:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def _table(self) -> ResultTable:
+        kind = "documents" if self.documents else "labels"
+        caption = f"{len(self)} rows, most suspicious {kind} first, by {self.measure or self.by}"
+        if self.noise is not None:
+            low, high = self.noise.rate_interval
+            caption += f"; {self.noise.rate:.1%} [{low:.1%}, {high:.1%}] of the labels are wrong"
+        columns, parts = ["row", self.by], [self.ids[:10], self.values[:10]]
+        for name, values in (("label", self.labels), ("predicted", self.predicted)):
+            if values is not None:
+                columns.append(name)
+                parts.append(values[:10])
+        rows = [
+            [f"{value:.4g}" if place == 1 else str(value) for place, value in enumerate(row)]
+            for row in zip(*parts, strict=True)
+        ]
+        return ResultTable(caption, columns, rows, len(self), frozenset(range(len(columns))))
 
     def flagged(self, precision: float = 0.8) -> AnyArray:
         """Return the ids of the longest list of rows with at least this expected share of wrong labels.

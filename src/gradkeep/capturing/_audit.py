@@ -1,4 +1,4 @@
-"""Checks that a row is the model's own: the same in every pass, alone, and by the same function."""
+"""Check that a row is reproducible, independent of its batch, and computed by the same function."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import xxhash
 
-from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._proofs import backward_per_layer, random_weights, rows_moved
-from gradkeep.capturing._readiness import device_of, draws_at_random
-from gradkeep.capturing.tasks._tasks import losses_alone
+from gradkeep.capturing._batches import batch_size, leaves, map_leaves, rows_of, to_device
+from gradkeep.capturing._proofs import backward_per_layer, moved_rows_error, random_weights
+from gradkeep.capturing._readiness import device_of, has_active_dropout
+from gradkeep.capturing.tasks._tasks import measure_losses
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -35,33 +35,35 @@ if TYPE_CHECKING:
 
     Projection = Callable[[LayerUnit, Tensor], Tensor]
 
-_LEFT_OUT = re.compile(r"device|path|name|dtype|implementation|version|loss|cache|dropout|forward")
-_OF_CONFIGURATIONS = re.compile(r"act|eps|norm|scal|slope|temperature")
+_IGNORED_NAMES = re.compile(
+    r"device|path|name|dtype|implementation|version|loss|cache|dropout|forward"
+)
+_CONFIGURATION_NAMES = re.compile(r"act|eps|norm|scal|slope|temperature")
 _INSTALLED = tuple(
     {sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
 )
 
 
 def fingerprint_function(model: nn.Module) -> str:
-    """A digest that is another one where a model with the same weights computes something else.
+    """Return a digest that changes when a model with the same weights computes another function.
 
-    It begins with the version of Python, whose compiler decides what code names.
+    It begins with the version of Python, whose compiler decides which names code refers to.
     """
     digest = xxhash.xxh3_128()
     for path, module in model.named_modules():
         digest.update(f"{path} {type(module).__qualname__}\n".encode())
-        for line in _described(module):
+        for line in _describe_module(module):
             digest.update(f"  {line}\n".encode())
     return f"{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}"
 
 
-def _described(module: nn.Module) -> Iterator[str]:
+def _describe_module(module: nn.Module) -> Iterator[str]:
     for name, value in sorted(vars(module).items()):
-        if name.startswith("_") or _LEFT_OUT.search(name.lower()):
+        if name.startswith("_") or _IGNORED_NAMES.search(name.lower()):
             continue
-        told = _value(value)
-        if told is not None:
-            yield f"{name} {told}"
+        text = _value(value)
+        if text is not None:
+            yield f"{name} {text}"
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
             yield from _configuration(name, value)
     for function in _own_functions(type(module)):
@@ -69,7 +71,7 @@ def _described(module: nn.Module) -> Iterator[str]:
 
 
 def _value(value: Any) -> str | None:
-    """What is told of a setting; None of flags, counters, sizes, tensors and modules."""
+    """Describe a setting; None for flags, counters, sizes, tensors and modules."""
     if isinstance(value, float | str):
         return repr(value)
     if isinstance(value, types.FunctionType):
@@ -83,14 +85,14 @@ def _value(value: Any) -> str | None:
 def _configuration(name: str, value: Any) -> Iterator[str]:
     for key, inner in sorted(vars(value).items(), key=lambda item: str(item[0])):
         key = str(key).lower()
-        if _OF_CONFIGURATIONS.search(key) and not _LEFT_OUT.search(key):
-            told = _value(inner)
-            if told is not None:
-                yield f"{name}.{key} {told}"
+        if _CONFIGURATION_NAMES.search(key) and not _IGNORED_NAMES.search(key):
+            text = _value(inner)
+            if text is not None:
+                yield f"{name}.{key} {text}"
 
 
 def _own_functions(kind: type) -> Iterator[types.FunctionType]:
-    """The functions of a class and its bases that no installed package brings, by name."""
+    """Yield the functions of a class and its bases that no installed package defines."""
     for base in kind.__mro__:
         for name, function in sorted(vars(base).items()):
             is_function = isinstance(function, types.FunctionType) and name != "__init__"
@@ -103,106 +105,112 @@ def _is_own(function: types.FunctionType) -> bool:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """What code refers to: names, numbers with a fraction and texts, in its inner functions too."""
-    found = set(code.co_names)
+    """Return the names and float constants that code refers to, inner functions included."""
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= set(_names(constant))
+            names |= set(_names(constant))
         elif isinstance(constant, float):
-            found.add(repr(constant))
-    return sorted(found)
+            names.add(repr(constant))
+    return sorted(names)
 
 
-def run_apart(
+def run_rows(
     model: nn.Module, task: Task, batch: Any, rows: slice, tracer: Tracer | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run rows of a batch without the others: their losses, and what a tracer differentiates."""
+    """Run some rows of a batch without the others.
+
+    Returns their losses and, with a tracer, the tensor that it differentiates.
+    """
     some = to_device(rows_of(batch, rows.start, rows.stop), device_of(model))
     if tracer is None:
-        return losses_alone(task, model, some).losses.detach(), None
+        return measure_losses(task, model, some).losses.detach(), None
     measured, target = tracer.measure(some)
     return measured.losses.detach(), target
 
 
-def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bool:
-    """Whether rows can be made again; an error where it was not said that they need not, and where rows mix.
+def check_repeatable(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bool:
+    """Return True if a second pass gives the same losses; raise if it must and does not, or if rows mix.
 
-    What is kept of a row is kept under its id alone. A model that counts its calls, carries a state from
-    batch to batch or draws at random gives the same row another gradient each time, one that looks at
-    the whole batch another one beside other rows. Cost: three forward passes of a few rows.
+    Gradients are stored under a row's id alone. A model that counts its calls, carries a state from batch
+    to batch or draws at random gives the same row another gradient each time; one that uses statistics
+    of the batch gives another one beside other rows. Cost: three forward passes of a few rows.
     """
-    if draws_at_random(model):
-        return False  # which has been asked for
+    if has_active_dropout(model):
+        return False  # the user chose train mode
     count = min(4, batch_size(batch))
-    one, _ = run_apart(model, task, batch, slice(0, count))
+    one, _ = run_rows(model, task, batch, slice(0, count))
     if one.shape != (count,):
-        return True  # which is refused where rows are made
-    again, _ = run_apart(model, task, batch, slice(0, count))
-    # Shares of the mean loss that a second pass may be off, and one with other rows beside it:
-    # products of other sizes round otherwise, with 16 bits inside of a model by a hundredth.
-    if not _near(one, again, 1e-3):
+        return True  # raises where rows are computed
+    second, _ = run_rows(model, task, batch, slice(0, count))
+    # Tolerances relative to the mean loss: 1e-3 for a second pass, 1e-2 beside other rows. Matrix
+    # products of other sizes round differently, in models that use 16 bits by up to 1%.
+    if not _is_close(one, second, 1e-3):
         if mode == "train":
             return False
         raise CaptureError(
-            "the model gives the same samples other losses when it is run again",
-            found="a state that it keeps between calls (a counter, a running mean, hidden states), or "
-            "numbers drawn at random",
-            fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
+            "the model gives the same samples different losses in a second pass",
+            code="capture.not_repeatable",
+            found="a state between calls (a counter, a running mean, hidden states), or "
+            "random numbers",
+            fix="Switch it off while you capture, or pass mode='train' to store the "
+            "gradients of a single pass.",
         )
     few = min(2, count - 1)
-    if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], 1e-2):
+    if few and not _is_close(one[:few], run_rows(model, task, batch, slice(0, few))[0], 1e-2):
         raise CaptureError(
-            "a sample's loss depends on the others of its batch",
-            fix="capture in eval mode (mode='eval'), without statistics over the batch; a sample must stay "
-            "at its place in the batch",
+            "a sample's loss depends on the other samples of its batch",
+            code="capture.samples_mix",
+            fix="Capture in eval mode (mode='eval'), without batch statistics; samples "
+            "must keep their place in the batch.",
         )
     return True
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """The model's buffers, up to 256 MiB, are in the end what they were."""
-    room, kept = 256 << 20, []
+def restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers, up to 256 MiB of them, at the end of the block."""
+    room, copies = 256 << 20, []
     for buffer in model.buffers():
         room -= buffer.nbytes
         if room >= 0 and not buffer.is_meta and not buffer.is_inference():
-            kept.append((buffer, buffer._version, buffer.detach().clone()))
+            copies.append((buffer, buffer._version, buffer.detach().clone()))
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, version, before in kept:
+            for buffer, version, before in copies:
                 if buffer._version != version:
                     buffer.copy_(before)
 
 
-def _near(one: Tensor, other: Tensor, by: float) -> bool:
+def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     one, other = one.double(), other.double()
-    limit = by * float(one.abs().nan_to_num().mean()) + 1e-6
+    limit = tolerance * float(one.abs().nan_to_num().mean()) + 1e-6
     return one.shape == other.shape and bool(
-        torch.allclose(one, other, rtol=by, atol=limit, equal_nan=True)
+        torch.allclose(one, other, rtol=tolerance, atol=limit, equal_nan=True)
     )
 
 
-_DOUBTED, _LOOSE = 1e-6, 0.3
-"""Relative errors that are accepted in double precision, and where a model keeps to fewer bits."""
+_DOUBLE_TOLERANCE, _LOOSE_TOLERANCE = 1e-6, 0.3
+"""Relative errors accepted in double precision, and in models that compute with fewer bits."""
 
 
 @dataclass(slots=True, eq=False)
 class RowAudit:
-    """Checks rows of a capture as they are made; of captures without gradients, their losses."""
+    """Check some rows of a capture as they are computed; without a tracer, their losses only."""
 
     model: nn.Module
     task: Task
     device: torch.device
     tracer: Tracer | None = None
-    """What makes gradients; None: losses alone are kept."""
+    """Computes gradients; None if only losses are stored."""
     project: Projection | None = None
-    """What is made of a unit's gradients `[K, P]` before they are kept; None: nothing."""
+    """Maps a unit's gradients `[K, P]` to what is stored; None for the identity."""
     checks: int = 0
-    """How often rows were checked."""
+    """Number of checks so far."""
     seconds: float = 0.0
-    """Time that checks took."""
+    """Time spent in checks."""
     is_last: bool = False
     """Set for the last batch, which is always checked."""
     _total: float = 0.0
@@ -211,11 +219,11 @@ class RowAudit:
     _slack: float = 1.0
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def look(
-        self, ids: Any, batch: Any, losses: Tensor, traced: Traced | None, took: float
+    def check_batch(
+        self, ids: Any, batch: Any, losses: Tensor, traced: Traced | None, seconds: float
     ) -> None:
-        """Check some rows of a batch that was captured within so many seconds, if it is time to."""
-        self._total += took
+        """Check some rows of a batch that took `seconds` to capture, if a check is due."""
+        self._total += seconds
         count = self._due(batch)
         if not count:
             return
@@ -229,7 +237,7 @@ class RowAudit:
             self.seconds += time.perf_counter() - started
 
     def _due(self, batch: Any) -> int:
-        """How many rows of a batch are checked; none of the first one, which is proved."""
+        """Return the number of rows to check; 0 for the first batch, which is proved."""
         rows, self._batches = batch_size(batch), self._batches + 1
         shape = tuple(x.shape for x in leaves(batch) if isinstance(x, torch.Tensor | np.ndarray))
         is_new = shape not in self._odd and len(self._odd) <= 8
@@ -237,12 +245,12 @@ class RowAudit:
         is_last, self.is_last = self.is_last, False
         if self._batches == 1:
             return 0
-        # Of other batches a sixteenth of the rows, at most so many.
+        # A sixteenth of the rows, at most 8.
         few = max(1, min(8, rows // 16))
         if is_new:
-            # Rows that are checked of a batch with a new shape, and of how many such batches.
+            # A batch with a new shape: at least 4 rows, for the first 8 shapes.
             return max(few, min(rows, 4))
-        # How much of a capture's time checks may take, beside those that are always made.
+        # Other checks may take 1% of the time of the capture.
         allowed = max(0.002, 0.01 * self._total)
         each = self.seconds / max(1, self.checks)
         within = self.seconds + each <= allowed
@@ -251,24 +259,26 @@ class RowAudit:
     def _check(
         self, ids: Any, batch: Any, losses: Tensor, traced: Traced | None, part: slice
     ) -> None:
-        found = self._differences(batch, losses, traced, part)
-        if found.row is None and not found.layers:
+        differences = self._differences(batch, losses, traced, part)
+        if differences.row is None and not differences.layers:
             return
-        sure = self._differences_in_double(batch, part, found)
-        if sure.row is not None:
+        confirmed = self._differences_in_double(batch, part, differences)
+        if confirmed.row is not None:
             raise CaptureError(
-                f"the loss of sample {int(ids[part.start + sure.row])} is another one without the rest "
-                "of its batch",
-                found="samples that influence each other in a later batch (a capacity that overflows, "
-                "statistics over the batch), or a model that changes while it is captured",
-                fix="switch that off while you capture, or capture with batches of one row",
+                f"the loss of sample {int(ids[part.start + confirmed.row])} "
+                "changes without the rest of its batch",
+                code="capture.samples_mix_later",
+                found="samples that influence each other in a later batch (an "
+                "overflowing capacity, batch statistics), or a model that changes "
+                "while it is captured",
+                fix="Switch it off while you capture, or capture with batches of one row.",
             )
-        if sure.layers:
-            raise rows_moved(sure.layers, int(ids[part.start]))
-        self._slack *= 10  # rounding shows in these gradients
+        if confirmed.layers:
+            raise moved_rows_error(confirmed.layers, int(ids[part.start]))
+        self._slack *= 10  # the difference was rounding
 
     def _tolerance(self) -> float:
-        """The relative error of a pass over some rows, in the precision that the model computes in."""
+        """Return the relative error of a pass over some rows in the model's precision."""
         proofs = None if self.tracer is None else self.tracer.proofs
         return 1e-3 if proofs is None or proofs.tolerance >= 1e-3 else 10 * proofs.tolerance
 
@@ -276,46 +286,54 @@ class RowAudit:
         self, batch: Any, losses: Tensor, traced: Traced | None, part: slice, within: float = 0.0
     ) -> _Differences:
         tracer = None if traced is None else self.tracer
-        alone, target = run_apart(self.model, self.task, batch, part, tracer)
-        found = _compared_losses(losses, alone, part, within or 1e-3)
+        alone, target = run_rows(self.model, self.task, batch, part, tracer)
+        differences = _compare_losses(losses, alone, part, within or 1e-3)
         if tracer is None or traced is None or target is None:
-            return found
+            return differences
         near = within or self._slack * self._tolerance()
         weights = random_weights(target, seed=1)
 
-        def arrived(unit: LayerUnit, truth: Tensor) -> None:
+        def compare(unit: LayerUnit, truth: Tensor) -> None:
             piece = traced.pieces[unit]
             rows = piece.rows.take(part.start, part.stop).widened()
             own = piece.form.weighted_sum(rows, weights.unsqueeze(0).to(rows.example))[0]
-            wanted = truth if self.project is None else self.project(unit, truth.unsqueeze(0))[0]
-            error, scale = float((own.to(wanted) - wanted).norm()), float(wanted.norm())
+            expected = truth if self.project is None else self.project(unit, truth.unsqueeze(0))[0]
+            error, scale = float((own.to(expected) - expected).norm()), float(expected.norm())
             if not error <= near * max(scale, float(own.norm())):
-                found.layers.append(unit.name)
+                differences.layers.append(unit.name)
 
         units = [unit for unit in tracer.units if unit.rule != "whole"]
-        for unit in backward_per_layer((target * weights).sum(), units, arrived):
+        for unit in backward_per_layer((target * weights).sum(), units, compare):
             piece = traced.pieces[unit]  # the rows alone do not use it
             lengths = piece.form.squared_norms(piece.rows.take(part.start, part.stop).widened())
             if bool((lengths > 0).any()):
-                found.layers.append(unit.name)
-        return found
+                differences.layers.append(unit.name)
+        return differences
 
-    def _differences_in_double(self, batch: Any, part: slice, found: _Differences) -> _Differences:
-        """The same in double precision, where rounding is no excuse."""
+    def _differences_in_double(
+        self, batch: Any, part: slice, differences: _Differences
+    ) -> _Differences:
+        """Compare again in double precision, where rounding does not matter."""
         if next(self.model.parameters()).dtype == torch.float64:
-            return self._again(batch, part, _LOOSE) if self._tolerance() >= 1e-3 else found
+            return (
+                self._recapture(batch, part, _LOOSE_TOLERANCE)
+                if self._tolerance() >= 1e-3
+                else differences
+            )
         try:
             with _in_double(self.model):
-                return self._again(with_leaves(batch, _doubled), part, _DOUBTED)
+                return self._recapture(map_leaves(batch, _to_double), part, _DOUBLE_TOLERANCE)
         except CaptureError:
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError):
-            return self._again(batch, part, _LOOSE)  # it keeps to its own precision
+            return self._recapture(
+                batch, part, _LOOSE_TOLERANCE
+            )  # the model uses a precision of its own
 
-    def _again(self, batch: Any, part: slice, within: float) -> _Differences:
-        """Capture the whole batch once more, and compare some of its rows with themselves run apart."""
+    def _recapture(self, batch: Any, part: slice, within: float) -> _Differences:
+        """Capture the whole batch again, and compare some of its rows with the same rows run alone."""
         if self.tracer is None:
-            losses, _ = run_apart(self.model, self.task, batch, slice(0, batch_size(batch)))
+            losses, _ = run_rows(self.model, self.task, batch, slice(0, batch_size(batch)))
             return self._differences(batch, losses, None, part, within)
         traced = self.tracer.run(batch, device=self.device)
         project, self.project = self.project, None
@@ -327,14 +345,14 @@ class RowAudit:
 
 @dataclass(slots=True, eq=False)
 class _Differences:
-    """What came out otherwise when some rows ran apart."""
+    """Rows and layers that differ when some rows run alone."""
 
     row: int | None
-    """The first of the rows whose loss differs."""
+    """First row whose loss differs."""
     layers: list[str] = field(default_factory=list)
 
 
-def _compared_losses(batch: Tensor, alone: Tensor, part: slice, within: float) -> _Differences:
+def _compare_losses(batch: Tensor, alone: Tensor, part: slice, within: float) -> _Differences:
     batch, alone = batch.detach().double(), alone.double()
     size = float(batch.abs().nan_to_num().mean())
     wrong = (batch[part] - alone).abs() > within * (alone.abs() + 0.1 * size) + 1e-12
@@ -342,9 +360,15 @@ def _compared_losses(batch: Tensor, alone: Tensor, part: slice, within: float) -
 
 
 def check_first_rows(
-    before: Mapping[str, Any], after: Mapping[str, Any], within: float, *, when: str, fix: str
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    within: float,
+    *,
+    when: str,
+    code: str,
+    fix: str,
 ) -> None:
-    """Raise unless losses and norms of the first rows are those that they were."""
+    """Raise unless losses and norms of the first rows are the same as before."""
     for name in ("loss", "norm"):
         if name not in before:
             continue
@@ -352,7 +376,8 @@ def check_first_rows(
         limit = within * float(np.abs(was).mean()) + 1e-6
         if not np.allclose(was, now, rtol=within, atol=limit, equal_nan=True):
             raise CaptureError(
-                f"the {name} of the first samples is another one {when}",
+                f"the {name} of the first samples has changed {when}",
+                code=code,
                 found=np.array2string(now, precision=6),
                 expected=np.array2string(was, precision=6),
                 fix=fix,
@@ -361,7 +386,7 @@ def check_first_rows(
 
 @contextlib.contextmanager
 def _in_double(model: nn.Module) -> Iterator[None]:
-    """The model in double precision; afterwards its parameters and buffers are what they were."""
+    """Run the block with the model in double precision; restore parameters and buffers afterwards."""
     parameters = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
     buffers = [
         (module, name, buffer)
@@ -382,7 +407,7 @@ def _in_double(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
-def _doubled(leaf: Any) -> Any:
+def _to_double(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype == np.float32:
         return leaf.astype(np.float64)
     is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Batches of any shape: their rows and their digests."""
+"""Rows, leaves and digests of batches of any nesting."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from gradkeep.errors import CaptureError
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples: the length of the first tensor in the batch.
+    """Return the number of samples: the length of the first tensor in the batch.
 
     >>> batch_size({"input_ids": torch.zeros(3, 7), "labels": torch.zeros(3)})
     3
     """
     first = batch
     while isinstance(first, tuple | list) and first:
-        first = first[0]  # nearly always it is here: this is asked of every batch, many times
+        first = first[0]  # the usual case; this runs many times per batch
     if isinstance(first, torch.Tensor) and first.ndim:
         return len(first)
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
             return len(leaf)
     raise CaptureError(
-        "a batch without any tensor",
+        "a batch must hold a tensor",
+        code="capture.batch_without_tensor",
         found=type(batch).__name__,
         expected="a tensor, or a tuple, list or dict of tensors with one row per sample",
     )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A copy of the batch with its tensors on the device; numpy arrays become tensors.
+    """Copy the batch with its tensors on the device; numpy arrays become tensors.
 
-    A model may write into what it is given, and a loader fill it anew: neither may change the other's.
+    A copy, because a model may write into its inputs and a loader may refill its buffers.
     """
 
     def move(leaf: Any) -> Any:
@@ -49,7 +50,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """The batch in memory of its own."""
+    """Copy all tensors and arrays of a batch."""
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -64,7 +65,7 @@ def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of the batch; what has not one row per sample is kept whole."""
+    """Return samples `start` to `stop`; leaves without one row per sample stay whole."""
     count = batch_size(batch)
 
     def cut(leaf: Any) -> Any:
@@ -78,7 +79,7 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def chosen_rows(batch: Any, rows: np.ndarray[Any, Any]) -> Any:
-    """These samples of a batch of which every tensor has one row per sample."""
+    """Return these samples of a batch in which every tensor has one row per sample."""
 
     def taken(leaf: Any) -> Any:
         return leaf[rows] if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
@@ -87,10 +88,10 @@ def chosen_rows(batch: Any, rows: np.ndarray[Any, Any]) -> Any:
 
 
 def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A fingerprint `[B]` of each sample, by which changed or reordered data is noticed.
+    """Return a fingerprint `[B]` of each sample, to notice changed or reordered data.
 
-    It is the hash of the sample's bytes in every tensor and array that has a row for it, and of what
-    stands for it in lists of texts or numbers. Cost: reading the batch once.
+    It hashes the sample's bytes in every tensor and array that has a row for it, and its entries in
+    lists of texts or numbers. Cost: reading the batch once.
     """
     count = batch_size(batch)
     parts_of_batch: list[Any] = []
@@ -108,8 +109,7 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
                 arrays.append(np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8))
         elif isinstance(leaf, list | tuple) and len(leaf) == count:
             lists.append(leaf)
-    # Bytes of a sample up to which it is cheaper to join its parts than to hash one after the
-    # other.
+    # Up to 4 KiB per sample, joining its parts is cheaper than hashing them one by one.
     if sum(part.shape[1] for part in arrays) <= 4096:
         arrays = [np.concatenate(arrays, 1)] if len(arrays) > 1 else arrays
     parts = [(part.reshape(-1).data, part.shape[1]) for part in arrays]
@@ -130,14 +130,14 @@ def _digest(parts: list[tuple[memoryview, int]], lists: list[Any], row: int) -> 
 
 
 def leaves(batch: Any) -> list[Any]:
-    """The tensors, arrays and other things in a batch, however it is nested."""
+    """Return the tensors, arrays and other leaves of a batch, however it is nested."""
     items: list[Any] = []
     _mapped(batch, items.append)
     return items
 
 
-def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting with every tensor, array and other thing changed."""
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to every leaf of a batch, keeping its nesting."""
     return _mapped(batch, change)
 
 
@@ -148,9 +148,9 @@ def _same(item: Any) -> Any:
 def _mapped(
     batch: Any, change: Callable[[Any], Any], *, listed: Callable[[Any], Any] = _same
 ) -> Any:
-    """The same nesting with every leaf changed, and with every list of texts or numbers, too."""
+    """Apply `change` to every leaf, and `listed` to every list of texts or numbers."""
     if isinstance(batch, Mapping):
-        # Hugging Face batches are mappings with a constructor of their own: a dict serves.
+        # Hugging Face batches have their own constructor; a dict works as well.
         return {name: _mapped(item, change, listed=listed) for name, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_mapped(item, change, listed=listed) for item in batch))

@@ -1,4 +1,4 @@
-"""Which coordinates of which layers are worth their bytes, and the maps that make them."""
+"""Choose coordinates and layers that are worth their bytes, and build the maps to them."""
 
 from __future__ import annotations
 
@@ -35,53 +35,53 @@ if TYPE_CHECKING:
 
 _LEAST_SIDE = 32
 _TABLES = ("lookup", "tied")
-"""Forms of which the moments of tokens are a diagonal."""
+"""Forms whose moments over tokens are diagonal."""
 _ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeadingBlock:
-    """The leading eigenvectors of a block's two sides, and what their pairs stand for."""
+    """Leading eigenvectors of both sides of a block, and the eigenvalues of their pairs."""
 
-    left: Tensor
+    row_vectors: Tensor
     """`[G, R, r]`"""
-    right: Tensor
+    col_vectors: Tensor
     """`[G, C, c]`"""
     values: Tensor
     """Eigenvalues `[G r c]`, float64"""
     size: int
-    """Of the whole block."""
+    """Number of values of the whole block."""
     total: float
-    """The sum of all of its eigenvalues."""
+    """Sum of all eigenvalues of the block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeadingLayer:
-    """All blocks of a layer."""
+    """Leading eigenvectors of all blocks of a layer."""
 
     blocks: tuple[LeadingBlock, ...]
 
     @property
     def mean(self) -> float:
-        """The mean eigenvalue of the layer."""
+        """Mean eigenvalue of the layer."""
         size = sum(block.size for block in self.blocks)
         return sum(block.total for block in self.blocks) / max(1, size)
 
     @property
     def rest(self) -> float:
-        """The mean eigenvalue of the remaining directions."""
+        """Mean eigenvalue of the remaining directions."""
         size = sum(block.size - len(block.values) for block in self.blocks)
         total = sum(block.total - float(block.values.sum()) for block in self.blocks)
         return max(0.0, total) / max(1, size)
 
 
-def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
-    """The layers that coordinates are chosen from, unless somebody chose layers.
+def default_layers(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
+    """Return the layers that coordinates are chosen from if the user did not choose layers.
 
-    Where bytes are few, those of attention are left out if they are the smaller part of the model:
-    measured on language models, up to 16 KiB a row their coordinates cost more than they tell. So
-    are vectors, and layers that have to run once more for their gradients, where they are next to
-    nothing.
+    Below 64 KiB per row, attention layers are left out if they are the smaller part of the model:
+    measured on language models, up to 16 KiB per row their coordinates are worth less than those of
+    other layers. Vectors, and layers that must run again for their gradients, are left out where they
+    are at most a tenth of the model.
     """
     chosen = list(units)
     few_bytes = keep.row_bytes < (64 << 10)
@@ -96,15 +96,15 @@ def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
     return chosen
 
 
-def leading_layers(
+def find_leading_layers(
     moments: LayerMoments, keep: Keep, units: Sequence[LayerUnit]
 ) -> dict[LayerUnit, LeadingLayer]:
-    """As many eigenvectors of each side as leave room to choose `keep.most` pairs of them.
+    """Compute enough leading eigenvectors of each side to choose `keep.most` pairs of them.
 
-    Fewer where moving every position along them would take more than a share of the time that
-    all layers, `units`, take themselves.
+    Fewer where projecting every position on them would take more than a share of the time that all
+    layers, `units`, take themselves.
     """
-    side = side_of(block_sizes(moments.forms.values()), keep, units)
+    side = choose_side(block_sizes(moments.forms.values()), keep, units)
     layers = {
         unit: LeadingLayer(tuple(_leading(one, side) for one in moments.moments[unit]))
         for unit in units
@@ -112,23 +112,24 @@ def leading_layers(
     }
     if not any(layer.mean > 0 for layer in layers.values()):
         raise CaptureError(
-            f"all gradients of {moments.rows} rows are zero: there is no basis to keep them in",
-            fix="check the task and the labels, or capture an earlier checkpoint",
+            f"all gradients of {moments.rows} rows are zero, so there is no basis for coordinates",
+            code="capture.zero_basis",
+            fix="Check the task and the labels, or capture an earlier checkpoint.",
         )
     return layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChosenCoordinates:
-    """The maps of the layers that are kept."""
+    """Projections of the chosen layers."""
 
     layers: Mapping[LayerUnit, LayerProjection]
     group: int = 0
-    """Coordinates that share a byte; fewer than were asked for where a model has few."""
+    """Coordinates that share a byte; fewer than requested in small models."""
 
 
 def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> ChosenCoordinates:
-    """The maps to the coordinates with the largest eigenvalues, relative to their layer's mean.
+    """Choose the coordinates with the largest eigenvalues relative to their layer's mean.
 
     Layers that would not fill a byte are left out.
     """
@@ -136,76 +137,80 @@ def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> 
     for unit, layer in layers.items():
         for at, block in enumerate(layer.blocks if layer.mean > 0 else ()):
             shares = block.values / layer.mean
-            # So far below the damping, bits would be noise.
+            # Eigenvalues far below the damping hold noise.
             parts.append((unit, at, torch.where(shares > 0.001 * keep.damping, shares, 0)))
-    there = sum(int((share > 0).sum()) for _, _, share in parts)
-    _, group, fold = sizes_kept(there, keep)
-    wanted, step = (keep.room * group, group) if group else (keep.sums * fold, 8 * fold)
-    counts = _counts([share for _, _, share in parts], wanted, step)
-    made: dict[LayerUnit, list[BlockProjection | None]] = {}
+    usable = sum(int((share > 0).sum()) for _, _, share in parts)
+    _, group, fold = count_coordinates(usable, keep)
+    needed, step = (keep.room * group, group) if group else (keep.sums * fold, 8 * fold)
+    counts = _counts([share for _, _, share in parts], needed, step)
+    projections: dict[LayerUnit, list[BlockProjection | None]] = {}
     for (unit, at, share), count in zip(parts, counts, strict=True):
-        blocks = made.setdefault(unit, [None] * len(layers[unit].blocks))
+        blocks = projections.setdefault(unit, [None] * len(layers[unit].blocks))
         if not count:
             continue
         own = layers[unit].blocks[at]
         draws = _draws(keep.seed, unit.name, at)
         best = share.sort(descending=True, stable=True).indices[:count]
-        chosen = best[torch.randperm(count, generator=draws)]
-        scale = (own.values[chosen] + keep.damping * layers[unit].mean).rsqrt()
+        indices = best[torch.randperm(count, generator=draws)]
+        scale = (own.values[indices] + keep.damping * layers[unit].mean).rsqrt()
         if not group:
             scale *= torch.randint(2, (count,), generator=draws).mul(2).sub(1)
         shape = (1 if group else fold, -1)
         weights = scale.float().view(shape)
-        blocks[at] = BlockProjection(own.left, own.right, weights, chosen.view(shape))
-    kept = {
+        blocks[at] = BlockProjection(own.row_vectors, own.col_vectors, weights, indices.view(shape))
+    chosen_layers = {
         unit: LayerProjection(tuple(blocks))
-        for unit, blocks in made.items()
+        for unit, blocks in projections.items()
         if any(block is not None for block in blocks)
     }
-    return ChosenCoordinates(kept, group)
+    return ChosenCoordinates(chosen_layers, group)
 
 
-def sizes_kept(there: int, keep: Keep) -> tuple[int, int, int]:
-    """Of so many usable pairs: how many coordinates are kept, shared by a byte, and added up to one."""
+def count_coordinates(available: int, keep: Keep) -> tuple[int, int, int]:
+    """Return the number of coordinates, how many share a byte, and how many are summed into one.
+
+    `available` is the number of usable pairs of eigenvectors.
+    """
     if not keep.whitened:
-        return min(keep.sums, there), 0, 1
-    group = min(keep.group or 0, there // keep.room)
-    # Smaller groups tell less than a bit for each of their coordinates.
+        return min(keep.sums, available), 0, 1
+    group = min(keep.group or 0, available // keep.room)
+    # Smaller groups hold less than a bit per coordinate.
     if group >= 12:
         return keep.room * group, group, 1
-    fold = max(1, min(keep.fold, there // keep.sums))
-    return min(keep.sums, there // fold), 0, fold
+    fold = max(1, min(keep.fold, available // keep.sums))
+    return min(keep.sums, available // fold), 0, fold
 
 
 def random_coordinates(forms: Mapping[LayerUnit, AnyForm], keep: Keep) -> ChosenCoordinates:
-    """Maps that do not look at the data: normal matrices, or sparse signs, for both sides.
+    """Build projections that do not depend on the data: normal matrices or sparse signs for both sides.
 
     `[R, C]` becomes `[s, s]`, with s as large as the bytes allow for all layers.
     """
     sizes = block_sizes(forms.values())
-    side, signs = side_of(sizes, keep, list(forms)), keep.coordinates != "random"
-    if pairs_of(sizes, side) > keep.sums:
+    side, signs = choose_side(sizes, keep, list(forms)), keep.coordinates != "random"
+    if count_pairs(sizes, side) > keep.sums:
         raise CaptureError(
-            f"{keep.sums} coordinates are too few for one of each of {len(sizes)} weights",
-            fix="keep more bytes, or choose fewer layers with layers=",
+            f"{keep.sums} coordinates are too few for one per weight ({len(sizes)} weights)",
+            code="capture.too_few_coordinates",
+            fix="Keep more bytes, or choose fewer layers with layers=.",
         )
     layers = {}
     for unit, form in forms.items():
         blocks = []
         for at, block in enumerate(form.weight_blocks()):
             draws = _draws(keep.seed, unit.name, at)
-            left, right = (
+            tops, sides = (
                 _random_side((block.groups, size, min(side, size)), draws, signs=signs)
                 for size in (block.rows, block.cols)
             )
-            ones = torch.ones(1, left.shape[2] * right.shape[2] * block.groups)
-            blocks.append(BlockProjection(left, right, ones))
+            ones = torch.ones(1, tops.shape[2] * sides.shape[2] * block.groups)
+            blocks.append(BlockProjection(tops, sides, ones))
         layers[unit] = LayerProjection(tuple(blocks))
     return ChosenCoordinates(layers)
 
 
 def _random_side(shape: tuple[int, int, int], draws: torch.Generator, *, signs: bool) -> Tensor:
-    """Normal numbers; or every entry goes to one random place with a random sign."""
+    """Draw normal numbers, or map every entry to one random place with a random sign."""
     groups, size, to = shape
     if to == size:
         return torch.eye(size).expand(groups, size, size).contiguous()
@@ -217,51 +222,50 @@ def _random_side(shape: tuple[int, int, int], draws: torch.Generator, *, signs: 
 
 
 def block_sizes(forms: Iterable[AnyForm]) -> list[BlockSize]:
-    """Groups, rows and columns of all weights."""
+    """Return groups, rows and columns of all weights."""
     blocks = (block for form in forms for block in form.weight_blocks())
     return [(block.groups, block.rows, block.cols) for block in blocks]
 
 
-def side_of(blocks: Sequence[BlockSize], keep: Keep, units: Sequence[LayerUnit]) -> int:
-    """How many vectors of each side of a weight its coordinates are made of.
+def choose_side(blocks: Sequence[BlockSize], keep: Keep, units: Sequence[LayerUnit]) -> int:
+    """Choose how many vectors of each side of a weight its coordinates are built from.
 
-    Of eigenvectors a multiple of 32 so that there are pairs enough to choose from, or all there are.
-    From some hundred thousand pairs on the price is looked at, beside that of the model's `units`. Of
-    random vectors as many as the bytes allow.
+    For eigenvectors: a multiple of 32 with enough pairs to choose from, or all there are. Above 400,000
+    pairs their cost is limited to a share of that of the model's `units`. For random vectors: as many as
+    the bytes allow.
     """
     most = max((max(rows, cols) for _, rows, cols in blocks), default=1)
     if not keep.whitened:
         side = 1
-        while side < most and pairs_of(blocks, side + 1) <= keep.sums:
+        while side < most and count_pairs(blocks, side + 1) <= keep.sums:
             side += 1
         return side
-    # Coordinates of the leading eigenvectors of both sides, times those that are kept of them:
-    # the kept ones fill a corner, not a square.
-    # Share of a pass, forward and back, that moving positions along eigenvectors may take.
-    wanted, price = math.ceil(1.5 * keep.most), 3 * 0.3 * sum(unit.size for unit in units)
+    # 1.5 times as many pairs as are chosen: the chosen pairs fill a corner, not a square.
+    # Projecting positions on eigenvectors may take 30% of a forward and backward pass.
+    needed, max_operations = math.ceil(1.5 * keep.most), 3 * 0.3 * sum(unit.size for unit in units)
     side = _LEAST_SIDE
-    while side < most and pairs_of(blocks, side) < wanted:
-        dear = operations_of(blocks, side + _LEAST_SIDE) > price
-        # Coordinates that are worth what they take, in a model of any size.
-        if dear and pairs_of(blocks, side) >= 400_000:
+    while side < most and count_pairs(blocks, side) < needed:
+        is_expensive = count_operations(blocks, side + _LEAST_SIDE) > max_operations
+        # This many pairs are worth their cost in a model of any size.
+        if is_expensive and count_pairs(blocks, side) >= 400_000:
             break
         side += _LEAST_SIDE
     return side
 
 
-def operations_of(blocks: Sequence[BlockSize], side: int) -> float:
-    """Multiplications for one position of every layer: both sides moved, and the products of both."""
+def count_operations(blocks: Sequence[BlockSize], side: int) -> float:
+    """Count multiplications per position of all layers: both projections, and their products."""
     total = 0.0
     for groups, rows, cols in blocks:
         high, wide = min(side, rows), min(side, cols)
-        # Of a diagonal side, such as a vocabulary, values are only picked.
+        # Values of a diagonal side, such as a vocabulary, are only selected.
         moved = 0 if rows > WIDE else high * rows
         total += groups * (moved + wide * cols + high * wide)
     return total
 
 
 def moment_bytes(forms: Iterable[AnyForm]) -> float:
-    """Bytes of both sides' second moments of some layers, while a basis is found."""
+    """Return the bytes of both sides' second moments while a basis is computed."""
     return sum(
         4.0 * groups * (moment_values(form, rows) + float(cols) ** 2)
         for form in forms
@@ -271,13 +275,13 @@ def moment_bytes(forms: Iterable[AnyForm]) -> float:
 
 
 def moment_values(form: AnyForm, side: int) -> float:
-    """Values of one side's moments: of tokens, and of very long sides, the diagonal."""
+    """Return the number of values of one side's moments: the diagonal for tokens and very long sides."""
     tokens = form.kind in _TABLES and side == block_sizes([form])[0][1]
     return float(side) if tokens or side > WIDE else float(side) ** 2
 
 
-def pairs_of(blocks: Sequence[BlockSize], side: int) -> int:
-    """Pairs of such vectors, of all weights together."""
+def count_pairs(blocks: Sequence[BlockSize], side: int) -> int:
+    """Count pairs of `side` vectors per side, over all weights."""
     return sum(groups * min(side, rows) * min(side, cols) for groups, rows, cols in blocks)
 
 
@@ -289,42 +293,43 @@ def _leading(moments: Moments, side: int) -> LeadingBlock:
         total = float(moment.sum() if moment.dim() == 1 else moment.diagonal().sum())
         ones = torch.ones(1, 1, 1)
         return LeadingBlock(vectors.cpu(), ones, values.flatten().cpu(), piece.size, total)
-    left, right = (_finite(side) for side in moments.sides())
-    high, tops = leading(left, min(side, piece.rows))
-    wide, sides = leading(right, min(side, piece.cols))
+    row_moment, col_moment = (_finite(side) for side in moments.sides())
+    high, tops = leading(row_moment, min(side, piece.rows))
+    wide, sides = leading(col_moment, min(side, piece.cols))
     values = (high.unsqueeze(2) * wide.unsqueeze(1)).flatten()
-    total = float((_traces(left) * _traces(right)).sum())
+    total = float((_traces(row_moment) * _traces(col_moment)).sum())
     return LeadingBlock(tops.cpu(), sides.cpu(), values.cpu(), piece.size, total)
 
 
 def _finite(moment: Tensor) -> Tensor:
     if not bool(moment.isfinite().all()):
         raise CaptureError(
-            "gradients of the rows that a basis is found with are not finite",
-            fix="look for exploded losses: capture with keep='losses' first; training diverged",
+            "gradients of the rows for the basis are not finite",
+            code="capture.infinite_basis",
+            fix="Look for exploded losses: capture with keep='losses' first. Training diverged.",
         )
     return moment
 
 
 def _traces(moment: Tensor) -> Tensor:
-    found = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
-    return found.double().sum(1)
+    diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
+    return diagonal.double().sum(1)
 
 
-def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:
-    """How many of each block are among the `wanted` largest, in multiples of `step`."""
+def _counts(shares: list[Tensor], total: int, step: int) -> list[int]:
+    """Return how many of each block are among the `total` largest, in multiples of `step`."""
     usable = [share[share > 0] for share in shares]
     whole = torch.cat(usable)
-    if len(whole) > wanted:
-        bound = whole.topk(wanted).values[-1]
+    if len(whole) > total:
+        bound = whole.topk(total).values[-1]
         counts = [int((share >= bound).sum()) for share in usable]
     else:
         counts = [len(share) for share in usable]
     counts = [count // step * step for count in counts]
     order = sorted(range(len(counts)), key=lambda at: -counts[at])
-    for at in order:  # what rounding left over goes to those that have most
+    for at in order:  # the remainder goes to the largest blocks
         room = (len(usable[at]) - counts[at]) // step * step
-        counts[at] += min(room, max(0, (wanted - sum(counts)) // step * step))
+        counts[at] += min(room, max(0, (total - sum(counts)) // step * step))
     return counts
 
 
@@ -333,10 +338,9 @@ def _draws(seed: int, name: str, at: int) -> torch.Generator:
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(words) >> 1)
 
 
-_MOST, _LEAST = 16, 8
-_HELD = 512 << 20
-"""Bytes of whole gradients that are held at a time; a model of which eight rows take more is not
-compared."""
+_MAX_ROWS, _MIN_ROWS = 16, 8
+_MAX_BYTES = 512 << 20
+"""Limit for whole gradients in memory; models of which eight rows take more are not compared."""
 
 
 @torch.no_grad()
@@ -350,35 +354,35 @@ def measure_agreement(
     *,
     budget: int | None = None,
 ) -> tuple[float | None, int]:
-    """The mean over rows of the rank correlation of kept and full scores of all others, and how many.
+    """Return the mean rank correlation of compressed and full scores over rows, and the number of rows.
 
-    The full score of a layer is that of its leading coordinates, weighed as they are kept, and of the
-    rest of the gradient with the mean eigenvalue of the rest. Queries are not rounded. Of a `budget`
-    of bytes at most a half is taken.
+    Each row's scores of all others are compared. The full score of a layer weighs its leading coordinates
+    as they are stored, and the rest of the gradient with the mean eigenvalue of the rest. Queries are not
+    rounded. At most half of a `budget` in bytes is used.
     """
     parts: list[Traced] = []
     rows, size = 0, sum(4 * unit.size for unit in tracer.units)
-    held = _HELD if budget is None else min(_HELD, budget // 2)
-    if _LEAST * size > held:
+    max_bytes = _MAX_BYTES if budget is None else min(_MAX_BYTES, budget // 2)
+    if _MIN_ROWS * size > max_bytes:
         return None, 0
     for batch in sample:
         with torch.enable_grad():
             parts.append(tracer.run(batch, device=device))
         rows += len(parts[-1].measured.losses)
-        if rows >= _MOST or (rows + 4) * size > held:
+        if rows >= _MAX_ROWS or (rows + 4) * size > max_bytes:
             break
-    if rows < _LEAST:
+    if rows < _MIN_ROWS:
         return None, rows
     full = torch.zeros(rows, rows, dtype=torch.float64)
     for unit in tracer.units:
         full += _full_scores(parts, unit, layers.get(unit), keep).double().cpu()
-    layers_kept = []
+    parts_by_layer = []
     for unit, projection in chosen.layers.items():
         pieces = [part.pieces[unit] for part in parts]
         applied = [projection.applied(p.form, p.rows.widened()).float() for p in pieces]
-        layers_kept.append(torch.cat(applied))
-    kept = torch.cat(layers_kept, 1).cpu()
-    scores = pairwise(kept, _rounded(kept, keep, chosen.group)).double()
+        parts_by_layer.append(torch.cat(applied))
+    coordinates = torch.cat(parts_by_layer, 1).cpu()
+    scores = pairwise(coordinates, _rounded(coordinates, keep, chosen.group)).double()
     slopes = [tracer.loss_slopes(part.measured) for part in parts]
     if slopes[0] is not None:
         share = torch.cat([slope.double().cpu() for slope in slopes if slope is not None])
@@ -394,7 +398,7 @@ def measure_agreement(
 def _full_scores(
     parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep: Keep
 ) -> Tensor:
-    """The scores `[S, S]` of one layer."""
+    """Compute the scores `[S, S]` of one layer."""
     form = parts[0].pieces[unit].form
     dense = torch.cat([form.restore(part.pieces[unit].rows.widened()) for part in parts])
     if layer is None or layer.mean <= 0:
@@ -402,15 +406,15 @@ def _full_scores(
     added = keep.damping * layer.mean
     out = pairwise(dense, dense) / (layer.rest + added)
     for block, piece in zip(layer.blocks, form.weight_blocks(), strict=True):
-        left, right = block.left.to(dense), block.right.to(dense)
-        found = (left.mT @ piece.matrices(dense) @ right).flatten(1)
+        tops, sides = block.row_vectors.to(dense), block.col_vectors.to(dense)
+        values = (tops.mT @ piece.matrices(dense) @ sides).flatten(1)
         gain = 1 / (block.values + added) - 1 / (layer.rest + added)
-        out += pairwise(found * gain.to(found), found)
+        out += pairwise(values * gain.to(values), values)
     return out
 
 
 def _rounded(values: Tensor, keep: Keep, group: int) -> Tensor:
-    """What is left of coordinates `[S, K]` once they are kept."""
+    """Round coordinates `[S, K]` as they are stored."""
     if keep.bits not in PACKED:
         return values
     scales = bit_scales(values, keep.bits, group)

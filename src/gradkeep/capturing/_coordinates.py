@@ -1,4 +1,4 @@
-"""Compressed captures: the basis of coordinates, its place in the store, and the maker of rows."""
+"""Compressed captures: the basis of coordinates, its storage, and the rows in that basis."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._choice import (
     block_sizes,
     choose_coordinates,
-    leading_layers,
+    default_layers,
+    find_leading_layers,
     measure_agreement,
     moment_bytes,
     random_coordinates,
-    worth_keeping,
 )
 from gradkeep.capturing._first_batch import rows_within
-from gradkeep.capturing._keeping import arrays_of
 from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._moments import measure_moments
 from gradkeep.capturing._rows import RowMaker, measured_values, run_tracer, traced_fingerprints
+from gradkeep.capturing._storage import arrays_of
 from gradkeep.capturing._tracer import Reducer
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.errors import CaptureError, NotSealedError
-from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, bits_told, packed_bits
+from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, describe_bits, packed_bits
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._weights import BlockProjection, LayerProjection
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.capturing._first_batch import Keep, PreparedCapture
-    from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._rows import Values
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing._tracer import Traced, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
@@ -56,23 +56,29 @@ if TYPE_CHECKING:
     from gradkeep.store import BasisKey, Encoding, Store
 
 _FORMAT = 1
-_PARTS = ("left", "right", "weights", "chosen")
+_PARTS = {
+    "left": "row_vectors",
+    "right": "col_vectors",
+    "weights": "weights",
+    "chosen": "chosen",
+}
+"""Array names in the store, and the fields of `BlockProjection`."""
 _BLOCKS = "blocks of "
 
 
 def sample_batches(batches: Batches, rows: int, most: int) -> Iterator[Any]:
-    """About `rows` rows, a few of each of some evenly spaced batches, at most `most` at a time.
+    """Yield about `rows` rows, a few of each of some evenly spaced batches, at most `most` at a time.
 
-    Rows are taken from the first 64 times as many: a data set may be too long to go through. Rows
-    that lie together are taken together: they have been padded to one length.
+    Only the first 64 times as many rows are considered: a data set may be too long to read. Neighboring
+    rows are taken together: they are padded to one length.
     """
     size = batch_size(batches.first)
-    # Of a loader that does not know its rows, the first: beyond them there may be none.
+    # A loader of unknown length: take the first rows, there may be no others.
     total = rows if batches.num_rows is None else min(batches.num_rows, rows * 64)
-    there = max(1, math.ceil(total / size))
-    each = min(size, max(4, math.ceil(rows / there)))
-    wanted = min(there, math.ceil(rows / each))
-    chosen = {int((2 * number + 1) * there / (2 * wanted)) for number in range(wanted)}
+    available = max(1, math.ceil(total / size))
+    each = min(size, max(4, math.ceil(rows / available)))
+    count = min(available, math.ceil(rows / each))
+    chosen = {int((2 * number + 1) * available / (2 * count)) for number in range(count)}
     for number, (_, batch) in enumerate(batches):
         if number in chosen:
             have = batch_size(batch)
@@ -86,22 +92,22 @@ def sample_batches(batches: Batches, rows: int, most: int) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CaptureBasis:
-    """The maps of all kept layers, with what they were found from."""
+    """Projections of all captured layers, and how they were computed."""
 
     layers: Mapping[str, LayerProjection]
     settings: str
-    """`Keep.described()` of what it was made for."""
+    """`Keep.describe()` of the settings."""
     weights: str
-    """The fingerprint of the weights that it was found at."""
+    """Fingerprint of the weights."""
     task: str
     rows: int
-    """With how many rows."""
+    """Number of rows that it was computed from."""
     group: int = 0
-    """Coordinates that share a byte; 0: none do."""
+    """Coordinates that share a byte; 0 if none do."""
     agreement: float | None = None
-    """The mean rank correlation of kept and full scores on some of them; None: not measured."""
+    """Mean rank correlation of compressed and full scores; None if not measured."""
     compared: int = 0
-    """How many rows those were."""
+    """Number of rows in that comparison."""
     fingerprint: str = field(default="")
 
     def __post_init__(self) -> None:
@@ -110,27 +116,27 @@ class CaptureBasis:
 
     @property
     def whitened(self) -> bool:
-        """Whether its coordinates are divided by the roots of eigenvalues."""
+        """Return True if coordinates are divided by the roots of eigenvalues."""
         return bool(json.loads(self.settings)["coordinates"] == "eigen")
 
     @property
     def size(self) -> int:
-        """Coordinates of all layers together."""
+        """Number of coordinates of all layers."""
         return sum(layer.size for layer in self.layers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all maps."""
+        """Bytes of all projections."""
         return sum(layer.nbytes for layer in self.layers.values())
 
-    def told(self, bits: int) -> str:
-        """What is kept of a row, and how far it can be trusted."""
+    def summary(self, bits: int) -> str:
+        """Describe what is stored of a row, and how far its ranks agree with full gradients."""
         white = "whitened" if self.whitened else "random"
-        kept = f"{self.size} {white} coordinates, {bits_told(bits, self.group if bits == 1 else 0)}"
+        text = f"{self.size} {white} coordinates, {describe_bits(bits, self.group if bits == 1 else 0)}"
         if self.agreement is None:
-            return f"{kept}, not compared with whole gradients"
+            return f"{text}, not compared with whole gradients"
         return (
-            f"{kept}, whose ranks agree {self.agreement:.2f} with those of the same layers' whole "
+            f"{text}, whose ranks agree {self.agreement:.2f} with those of the same layers' whole "
             f"gradients on {self.compared} rows"
         )
 
@@ -144,18 +150,18 @@ class CaptureBasis:
         return digest.hexdigest()
 
     def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        found: dict[str, np.ndarray[Any, Any]] = {}
+        arrays: dict[str, np.ndarray[Any, Any]] = {}
         for name, layer in self.layers.items():
             for at, block in enumerate(layer.blocks):
-                for part in _PARTS if block is not None else ():
-                    values = getattr(block, part)
+                for part, field_name in _PARTS.items() if block is not None else ():
+                    values = getattr(block, field_name)
                     if values is not None:
-                        found[f"{name}.{at}.{part}"] = values.cpu().numpy()
-        return found
+                        arrays[f"{name}.{at}.{part}"] = values.cpu().numpy()
+        return arrays
 
 
 def save_basis(store: Store, key: BasisKey, basis: CaptureBasis) -> None:
-    """Put a basis into the store; what an interrupted run left of another one is replaced."""
+    """Write a basis to the store, replacing one that an interrupted run left there."""
     values = basis._arrays()
     schema = gs.Schema(
         arrays=tuple(
@@ -183,7 +189,7 @@ def save_basis(store: Store, key: BasisKey, basis: CaptureBasis) -> None:
 
 
 def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
-    """The basis of that name; None if there is none, or none that was finished."""
+    """Read a basis; None if it does not exist or was not finished."""
     if not store.has(key):
         return None
     try:
@@ -193,9 +199,12 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
     facts: Any = block.schema.fingerprints
     if facts.get("format") != _FORMAT:
         raise CaptureError(
-            f"this version does not know format {facts.get('format')} of a basis",
+            "the basis has an unknown format",
+            code="capture.basis_format",
             path=block.path,
-            fix="open it with a later gradkeep",
+            found=facts.get("format"),
+            expected=_FORMAT,
+            fix="Open it with a later version of gradkeep.",
         )
     row = block.read_rows(np.zeros(1, np.int64), list(block.names))
     arrays = {name: torch.from_numpy(np.array(row[name])[0]) for name in block.names}
@@ -236,52 +245,60 @@ def find_basis(
     budget: int | None = None,
     footprint: int = 0,
 ) -> CaptureBasis:
-    """The basis that the store has for these captures, or else a new one, which is put there.
+    """Load the basis of these captures from the store, or compute and save a new one.
 
-    A new one takes a pass over a sample of rows of the loader, forward and back, and a few more.
-    Without a `keep` any basis will do. `all_layers` says that the user chose the layers. Within a
-    `budget` of bytes, each sample that runs takes `footprint` bytes.
+    A new one takes a forward and backward pass over a sample of rows, and a few more. Without `keep` any
+    stored basis is accepted. `all_layers` is True if the user chose the layers. `footprint` is the bytes
+    of each sample that runs, for a `budget` in bytes.
     """
     path, task = store.backend.describe(key.folder), prepared.tracer.task
     basis = load_basis(store, key)
     if basis is not None:
-        if keep is not None and basis.settings != keep.described():
+        if keep is not None and basis.settings != keep.describe():
             raise CaptureError(
-                f"captures called {key.capture!r} are kept in another way at this checkpoint",
+                f"captures called {key.capture!r} have other settings at this checkpoint",
+                code="capture.other_keep",
                 path=path,
                 found=re.sub(r"[{}\"]", "", basis.settings),
-                expected=re.sub(r"[{}\"]", "", keep.described()),
-                fix="pass the same keep=, or another name= for another way",
+                expected=re.sub(r"[{}\"]", "", keep.describe()),
+                fix="Pass the same keep=, or another name=.",
             )
         if basis.weights != weights and (keep is None or keep.basis is None):
             raise CaptureError(
-                "the basis of this checkpoint was found with other weights",
+                "the basis of this checkpoint was computed with other weights",
+                code="capture.basis_weights",
                 path=path,
-                fix="name the checkpoint otherwise, or load the weights that it had",
+                fix="Use another name for the checkpoint, or load the weights that it had.",
             )
         if basis.task not in (task.describe(), task.trained_as()):
             raise CaptureError(
-                f"the basis was found with another task, {basis.task}", path=path, fix="pass name="
+                "the basis was computed with another task",
+                code="capture.basis_task",
+                path=path,
+                found=basis.task,
+                expected=task.describe(),
+                fix="Pass another name=.",
             )
         _check_layers(basis, prepared, path)
         return basis
     if keep is None or keep.basis is not None:
         raise CaptureError(
-            "there is no basis to keep coordinates in",
+            "there is no basis for coordinates",
+            code="capture.no_basis",
             path=path,
-            fix="capture the training rows first, with keep='4KiB' and the same name=",
+            fix="Capture the training rows first, with keep='4KiB' and the same name=.",
         )
-    positions = max((keeping.positions for keeping in prepared.kept), default=1.0)
+    positions = max((layer.positions for layer in prepared.layers), default=1.0)
     rows = keep.sample(positions, batches.num_rows)
     tracer, every = prepared.tracer, list(prepared.tracer.units)
     if not all_layers:
-        tracer = dataclasses.replace(tracer, units=worth_keeping(every, keep))
+        tracer = dataclasses.replace(tracer, units=default_layers(every, keep))
     held = int(moment_bytes(prepared.pieces[unit].form for unit in tracer.units))
     most = rows if budget is None else rows_within(budget, footprint, beside=held)
     moments = measure_moments(tracer, sample_batches(batches, rows, most), device)
     agreement, compared = None, 0
     if keep.whitened:
-        layers = leading_layers(moments, keep, every)
+        layers = find_leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
         sample = sample_batches(batches, rows, most)
         agreement, compared = measure_agreement(
@@ -291,13 +308,14 @@ def find_basis(
         chosen = random_coordinates(moments.forms, keep)
     if not chosen.layers:
         raise CaptureError(
-            f"{format_bytes(keep.row_bytes)} are too few for a coordinate of any layer",
-            fix="keep more bytes, or choose fewer layers with layers=",
+            f"{format_bytes(keep.row_bytes)} are too few for one coordinate of any layer",
+            code="capture.too_few_bytes",
+            fix="Keep more bytes, or choose fewer layers with layers=.",
         )
     basis = CaptureBasis(
         layers={unit.name: projection for unit, projection in chosen.layers.items()},
         group=chosen.group,
-        settings=keep.described(),
+        settings=keep.describe(),
         weights=weights,
         task=task.describe(),
         rows=moments.rows,
@@ -313,12 +331,14 @@ def _check_layers(basis: CaptureBasis, prepared: PreparedCapture, path: str) -> 
     for name, layer in basis.layers.items():
         own = sizes.get(name, [])
         for at, block in enumerate(layer.blocks):
-            sides = block and (*block.left.shape[:2], block.right.shape[1])
+            sides = block and (*block.row_vectors.shape[:2], block.col_vectors.shape[1])
             if sides is not None and own[at : at + 1] != [sides]:
                 raise CaptureError(
                     f"the basis does not fit layer {name} of this model",
+                    code="capture.basis_layers",
                     path=path,
-                    fix="capture the model that the basis was found with, or pass name=",
+                    fix="Capture the model that the basis was computed with, or pass "
+                    "another name=.",
                 )
 
 
@@ -330,15 +350,15 @@ CODES: dict[BitWidth, Encoding] = {
     16: "float16-scaled",
     32: "plain",
 }
-"""How coordinates of so many bits are encoded."""
+"""Encoding of coordinates by their number of bits."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CoordinateMaker(RowMaker):
-    """Makes rows of coordinates in a basis, some bits each."""
+    """Compute rows of coordinates in a basis, some bits each."""
 
     tracer: Tracer
-    """Of the units that the basis has coordinates of."""
+    """Traces the units that the basis has coordinates of."""
     basis: CaptureBasis
     bits: BitWidth
     recompute: MemoryBudget | None
@@ -346,20 +366,20 @@ class CoordinateMaker(RowMaker):
 
     @property
     def joined(self) -> int:
-        """One batch: rows take long to make again."""
+        """Return 1: rows take long to recompute after an interruption."""
         return 1
 
     def project(self, unit: LayerUnit, dense: Tensor) -> Tensor:
-        """Coordinates of a unit's dense gradients, as an audit compares them."""
+        """Project a unit's dense gradients `[K, P]`, for an audit."""
         form = Dense(unit.parameters, "", dense.shape[1])
         return _values(self._coordinates(unit, LayerGradients(form, DenseRows(dense))))
 
     def _coordinates(
         self, unit: LayerUnit, piece: LayerGradients, measured: Measured | None = None
     ) -> LayerGradients:
-        """The coordinates `[B, k]` of a unit's gradients."""
+        """Compute the coordinates `[B, k]` of a unit's gradients."""
         assert self.tracer.proofs is not None
-        # Blocks of the form that the projection was found with.
+        # Blocks of the form that the projection was built for.
         blocks = self.tracer.proofs.forms[unit].weight_blocks()
         projection = self.basis.layers[unit.name]
         values = projection.applied(piece.form, piece.rows.widened(), blocks).float()
@@ -374,7 +394,7 @@ class CoordinateMaker(RowMaker):
 
     def _values(self, measured: Measured) -> Values:
         values = measured_values(measured)
-        values.pop("token_loss", None)  # four bytes a token: often more than all coordinates
+        values.pop("token_loss", None)  # four bytes per token are often more than all coordinates
         return values
 
     def _gradients(
@@ -393,18 +413,18 @@ class CoordinateMaker(RowMaker):
             }
         values["norm"] = torch.linalg.vector_norm(whole, dim=1).cpu().numpy()
         gradients: dict[str, Any] = {}
-        for keeping in self.kept:
-            for name, tensor in keeping.form.tensors(rows[keeping.unit.name]).items():
+        for layer in self.layers:
+            for name, tensor in layer.form.tensors(rows[layer.unit.name]).items():
                 gradients[name] = tensor.cpu().numpy()
         return gradients, rows
 
     def fingerprints(self, values: Values) -> dict[str, str]:
-        """Whose gradients these are, and in which basis."""
+        """Return facts that identify the gradients and their basis."""
         facts = traced_fingerprints(self.tracer, values, self.left_out)
-        return facts | {"basis": self.basis.fingerprint, "kept": self.basis.told(self.bits)}
+        return facts | {"basis": self.basis.fingerprint, "kept": self.basis.summary(self.bits)}
 
     def notes(self) -> list[str]:
-        """That ranks hardly agree with those of whole gradients, where that was seen."""
+        """Warn if ranks hardly agree with those of full gradients."""
         agreement = self.basis.agreement
         if agreement is None or agreement >= 0.3:
             return []
@@ -417,8 +437,8 @@ class CoordinateMaker(RowMaker):
         ]
 
     def facts(self) -> list[str]:
-        """What is kept, and which layers are not."""
-        facts = [f"kept {self.basis.told(self.bits)}"]
+        """Describe what is stored, and which layers are not."""
+        facts = [f"kept {self.basis.summary(self.bits)}"]
         if self.left_out:
             some = ", ".join(self.left_out[:4]) + (" ..." if len(self.left_out) > 4 else "")
             facts.append(
@@ -428,8 +448,8 @@ class CoordinateMaker(RowMaker):
         return facts
 
 
-def coordinate_keeping(
-    exact: LayerKeeping,
+def coordinate_storage(
+    exact: LayerStorage,
     size: int,
     bits: BitWidth,
     group: int,
@@ -437,8 +457,11 @@ def coordinate_keeping(
     is_first: bool,
     fingerprint: str = "",
     whitened: bool = False,
-) -> LayerKeeping:
-    """A layer kept as so many coordinates, in the basis of a fingerprint; the first has the scale of all."""
+) -> LayerStorage:
+    """Describe the storage of a layer as `size` coordinates; the first layer holds the scale of all.
+
+    `fingerprint` is that of the basis.
+    """
     unit, packed = exact.unit, bits in PACKED
     name, scale, group = f"{unit.name}.bits", SCALE if packed else "", group if packed else 0
     form = Bits(unit.parameters, name, scale, size, bits, fingerprint, whitened, group)
@@ -467,13 +490,13 @@ def coordinate_maker(
     recompute: MemoryBudget | None,
     device: torch.device,
 ) -> CoordinateMaker:
-    """What makes rows in a basis, unrounded without a number of bytes; other units are not watched."""
+    """Build the maker of rows in a basis; without `keep` coordinates are not rounded."""
     bits: BitWidth = 32 if keep is None else keep.bits
     tracer = prepared.tracer
-    exact = {keeping.unit: keeping for keeping in prepared.kept}
+    exact = {layer.unit: layer for layer in prepared.layers}
     units = [unit for unit in tracer.units if unit.name in basis.layers]
-    kept = tuple(
-        coordinate_keeping(
+    layers = tuple(
+        coordinate_storage(
             exact[unit],
             basis.layers[unit.name].size,
             bits,
@@ -491,7 +514,7 @@ def coordinate_maker(
         watched=watched,
         recompute=recompute,
         device=device,
-        kept=kept,
+        layers=layers,
         left_out=tuple(unit.name for unit in tracer.units if unit.name not in basis.layers),
     )
 

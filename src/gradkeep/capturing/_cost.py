@@ -1,4 +1,4 @@
-"""Cost of a capture before it runs: bytes a row, seconds and memory, from shapes and one timed sample."""
+"""Cost of a capture before it runs: bytes per row, seconds and memory, from shapes and one timed sample."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
+from gradkeep.capturing._batches import batch_size, leaves, map_leaves, rows_of, to_device
 from gradkeep.capturing._choice import (
     block_sizes,
+    choose_side,
+    count_coordinates,
+    count_operations,
+    count_pairs,
+    default_layers,
     moment_bytes,
     moment_values,
-    operations_of,
-    pairs_of,
-    side_of,
-    sizes_kept,
-    worth_keeping,
 )
-from gradkeep.capturing._coordinates import coordinate_keeping
+from gradkeep.capturing._coordinates import coordinate_storage
 from gradkeep.capturing._first_batch import (
     rows_at_once,
     segment_bytes,
@@ -32,7 +32,7 @@ from gradkeep.capturing._shapes import PassCount
 from gradkeep.capturing._tracer import Tracer, fill
 from gradkeep.capturing.rules._rules import (
     units_of,
-    watched,
+    watched_modules,
 )
 from gradkeep.factors._bits import PACKED
 from gradkeep.factors._cost import FLOPS, WRITE
@@ -42,61 +42,61 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gradkeep.capturing._first_batch import Keep
-    from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._rows import RowMaker
     from gradkeep.capturing._shapes import PassWork, ShapedCapture
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
 
     Numbers = Mapping[int, torch.Tensor]
-    """The real tensors of a batch, by the storages of those that stand for them."""
+    """Real tensors of a batch, by the storages of the fake ones."""
 
 
-_PASSES_OF_PROOF = 4.0
+_PROOF_PASSES = 4.0
 _TIMED_SECONDS = 1.5
 """Seconds that the timed pass may be predicted to take; longer sequences are cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureCost:
-    """Cost of a capture by its rows."""
+    """Cost of a capture, per row and fixed."""
 
-    kept: tuple[LayerKeeping, ...]
+    layers: tuple[LayerStorage, ...]
     row_bytes: float
-    """On disk, everything included."""
+    """Bytes on disk per row, everything included."""
     query_bytes: float
-    """The same of a query row, whose coordinates are not rounded."""
+    """Bytes on disk per query row, whose coordinates are not rounded."""
     segment_rows: int
     basis_bytes: float
     row_seconds: float
     fixed_seconds: float
-    """Proof on the first rows, and the basis."""
+    """Seconds of the proof on the first rows, and of the basis."""
     row_memory: float
-    """Bytes of each sample that runs at once."""
+    """Bytes of memory per sample that runs at once."""
     fixed_memory: float
-    """Bytes beside those and the model: moments, basis, segments."""
+    """Further bytes of memory beside the model: moments, basis, segments."""
     coordinates: int = 0
-    """Coordinates of a row; 0: whole gradients."""
+    """Coordinates per row; 0 for whole gradients."""
 
     def disk_bytes(self, rows: int, queries: int) -> float:
-        """Bytes of all rows and queries, with the headers of their segments and the basis."""
-        names = [array.name for keeping in self.kept for array in keeping.arrays]
+        """Return the bytes of all rows and queries, with segment headers and the basis."""
+        names = [array.name for layer in self.layers for array in layer.arrays]
         names += ["id", "example", "loss", "norm", "label"]
-        # Bytes of an array in the header of a segment, beside its name, which is written twice.
+        # An array takes 160 bytes of a segment's header, and its name twice.
         header = sum(160 + 2 * len(name) for name in names)
         segments = -(-rows // self.segment_rows) + -(-queries // self.segment_rows)
-        kept = rows * self.row_bytes + queries * self.query_bytes
-        return kept + segments * header + self.basis_bytes
+        total = rows * self.row_bytes + queries * self.query_bytes
+        return total + segments * header + self.basis_bytes
 
 
-def measured_pace(
+def measure_pace(
     model: nn.Module, task: Task, batch: Any, of: GradientOf | None, work: PassWork
 ) -> float:
-    """Time one sample forward and back, and compare with the prediction from its operations.
+    """Return the measured seconds of one sample, forward and backward, over the predicted seconds.
 
-    Sequences are cut to fewer tokens where a whole one would take long; a long sample that cannot be
-    cut counts as predicted.
+    Sequences are cut to fewer tokens if a whole one would take long; 1 for a long sample that cannot be
+    cut.
     """
     one = to_device(rows_of(batch, 0, 1), device_of(model))
     share = _TIMED_SECONDS / max(work.seconds, 1e-9)
@@ -115,17 +115,17 @@ def measured_pace(
     count = PassCount(model)
     with count.operators():
         spent = least = _timed(model, task, one, of)
-    while spent < 2 * _TIMED_SECONDS / 15:  # counting slows quick passes down
+    while spent < 2 * _TIMED_SECONDS / 15:  # counting operators slows short passes down
         seconds = _timed(model, task, one, of)
         least, spent = min(least, seconds), spent + max(seconds, _TIMED_SECONDS / 30)
-    return least / count.a_row(1).seconds
+    return least / count.per_row(1).seconds
 
 
 def _timed(model: nn.Module, task: Task, batch: Any, of: GradientOf | None) -> float:
     wall, processor = time.perf_counter(), time.process_time()
-    _, target, calls = Tracer(model, task, of).forward(watched(units_of(model)), batch)
+    _, target, calls = Tracer(model, task, of).forward(watched_modules(units_of(model)), batch)
     fill(calls, target)
-    # On one thread, others only ever add to the wall's time; those of several threads add up.
+    # CPU time ignores other processes; wall time does not add up several threads.
     return min(time.perf_counter() - wall, time.process_time() - processor)
 
 
@@ -133,26 +133,26 @@ def _cut(batch: Any, to: int) -> Any:
     def shorter(leaf: Any) -> Any:
         return leaf[:, :to] if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 else leaf
 
-    return with_leaves(batch, shorter)
+    return map_leaves(batch, shorter)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
-    """Bytes and seconds of one row, from rows that ran."""
+    """Measured bytes and seconds per row."""
 
     row_bytes: float
     seconds: float
 
 
 def measure_rows(maker: RowMaker, batch: Any) -> MeasuredRows:
-    """Make the rows of a batch as a capture does, and measure them."""
+    """Compute the rows of a batch as a capture does, and measure them."""
     rows = batch_size(batch)
     wall, processor = time.perf_counter(), time.process_time()
-    made = maker.make(batch, alone=True)
+    arrays = maker.make(batch, alone=True)
     seconds = min(time.perf_counter() - wall, time.process_time() - processor)
-    encoded = {array.name: array.row_bytes for keeping in maker.kept for array in keeping.arrays}
+    encoded = {array.name: array.row_bytes for layer in maker.layers for array in layer.arrays}
     total = 0.0
-    for name, values in {**made.values, **made.gradients}.items():
+    for name, values in {**arrays.values, **arrays.gradients}.items():
         array = values.values if isinstance(values, Ragged) else values
         total += len(array) * encoded[name] if name in encoded else array.nbytes
         total += 8 * (len(values.offsets) - 1) if isinstance(values, Ragged) else 0
@@ -162,33 +162,33 @@ def measure_rows(maker: RowMaker, batch: Any) -> MeasuredRows:
 def exact_cost(
     shaped: ShapedCapture, pace: float, *, measured: MeasuredRows | None = None
 ) -> CaptureCost:
-    """Cost of whole gradients, from rows that ran or from shapes.
+    """Estimate the cost of whole gradients, from measured rows or from shapes.
 
-    `pace` is the measured seconds of a pass, divided by the predicted ones.
+    `pace` is the measured seconds of a pass over the predicted ones.
     """
     prepared, rows = shaped.prepared, max(1, shaped.rows)
-    counted = prepared.row_bytes + shaped.values + shaped.token_values + 4.0 * len(prepared.kept)
+    counted = prepared.row_bytes + shaped.values + shaped.token_values + 4.0 * len(prepared.layers)
     row_bytes = counted if measured is None else measured.row_bytes
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values()) / rows
-    a_pass = pace * shaped.work.seconds
+    pass_seconds = pace * shaped.work.seconds
     norms = sum(
-        2.0 * g * keeping.positions**2 * (r + c)
-        for keeping in prepared.kept
-        for g, r, c in block_sizes([keeping.form])
+        2.0 * g * layer.positions**2 * (r + c)
+        for layer in prepared.layers
+        for g, r, c in block_sizes([layer.form])
         if c > 1
     )
-    making = a_pass + max(1.0, pace) * norms / FLOPS if measured is None else measured.seconds
+    making = pass_seconds + max(1.0, pace) * norms / FLOPS if measured is None else measured.seconds
     tried = min(rows_at_once(prepared, rows), 32)
     segment = segment_bytes(None)
     return CaptureCost(
-        kept=prepared.kept,
+        layers=prepared.layers,
         row_bytes=row_bytes,
         query_bytes=row_bytes,
         segment_rows=segment_rows(prepared.row_bytes, segment),
         basis_bytes=0.0,
-        # Times that a value of an exact row is written, read or hashed on its way to the disk.
+        # A value is written, read or hashed six times on its way to the disk.
         row_seconds=making + 6.0 * row_bytes / 4 * WRITE,
-        fixed_seconds=_PASSES_OF_PROOF * tried * a_pass,
+        fixed_seconds=_PROOF_PASSES * tried * pass_seconds,
         row_memory=2 * (shaped.work.saved + factors + row_bytes),
         fixed_memory=2.0 * min(segment, tried * row_bytes),
     )
@@ -197,48 +197,48 @@ def exact_cost(
 def coordinate_cost(
     shaped: ShapedCapture, keep: Keep, pace: float, *, rows: int, chosen: bool
 ) -> CaptureCost:
-    """Cost of so many bytes a row: a proof, a pass over some rows for the basis, one over all.
+    """Estimate the cost of compressed rows: the proof, a pass over some rows for the basis, one over all.
 
-    `chosen` layers are taken as they are; else those that are worth it.
+    With `chosen`, all layers are used; else only `default_layers`.
     """
-    exact = {keeping.unit: keeping for keeping in shaped.prepared.kept}
+    exact = {layer.unit: layer for layer in shaped.prepared.layers}
     pieces = shaped.prepared.pieces
-    units = list(pieces) if chosen else worth_keeping(list(pieces), keep)
+    units = list(pieces) if chosen else default_layers(list(pieces), keep)
     forms = {unit: pieces[unit].form for unit in units}
     positions = {unit: exact[unit].positions for unit in units}
     sizes = block_sizes(forms.values())
-    side = side_of(sizes, keep, list(pieces))
-    used = keep.sample(max(k.positions for k in shaped.prepared.kept), rows)
+    side = choose_side(sizes, keep, list(pieces))
+    used = keep.sample(max(k.positions for k in shaped.prepared.layers), rows)
     pairs = {}
-    for unit in units:  # moments have no more directions than the positions of their rows
+    for unit in units:  # the rank of moments is at most their number of positions
         rank = min(side, math.ceil(used * positions[unit])) if keep.whitened else side
-        pairs[unit] = pairs_of(block_sizes([forms[unit]]), rank)
-    there = sum(pairs.values())
-    size, group, fold = sizes_kept(there, keep)
+        pairs[unit] = count_pairs(block_sizes([forms[unit]]), rank)
+    available = sum(pairs.values())
+    size, group, fold = count_coordinates(available, keep)
     step = group or (8 // keep.bits if keep.bits in PACKED else 1)
-    # As if all pairs of vectors were worth the same.
-    shares = {unit: size * pairs[unit] // max(1, there) // step * step for unit in units}
-    kept = tuple(
-        coordinate_keeping(exact[u], shares[u], keep.bits, group, is_first=u is units[0])
+    # Assuming that all pairs of vectors are worth the same.
+    shares = {unit: size * pairs[unit] // max(1, available) // step * step for unit in units}
+    layers = tuple(
+        coordinate_storage(exact[u], shares[u], keep.bits, group, is_first=u is units[0])
         for u in units
     )
-    row_bytes = sum(keeping.row_bytes for keeping in kept) + shaped.values
+    row_bytes = sum(layer.row_bytes for layer in layers) + shaped.values
     basis = sum(4 * g * (r * min(side, r) + c * min(side, c)) for g, r, c in sizes)
-    moved = sum(2 * positions[u] * operations_of(block_sizes([forms[u]]), side) for u in units)
+    moved = sum(2 * positions[u] * count_operations(block_sizes([forms[u]]), side) for u in units)
     basis_flops = sum(_basis_flops(forms[u], used * positions[u], side, keep) for u in units)
     restored = max((4.0 * u.size for u in units if forms[u].kind == "tied"), default=0.0)
-    a_pass, tried = pace * shaped.work.seconds, 2
+    pass_seconds, tried = pace * shaped.work.seconds, 2
     product = max(1.0, pace) / FLOPS  # seconds of an operation of large matrix products
     proof = tried * sum(piece.rows.nbytes for piece in pieces.values()) / shaped.rows
     proof += 3 * 4.0 * max(unit.size for unit in pieces)
     return CaptureCost(
-        kept=kept,
+        layers=layers,
         row_bytes=row_bytes,
         query_bytes=4.0 * size + shaped.values,
         segment_rows=segment_rows(row_bytes, segment_bytes(None), coordinates=True),
         basis_bytes=basis + (12.0 * fold * size if keep.whitened else 4.0 * size),
-        row_seconds=a_pass + product * moved,
-        fixed_seconds=(tried * (_PASSES_OF_PROOF + 1) + used) * a_pass + product * basis_flops,
+        row_seconds=pass_seconds + product * moved,
+        fixed_seconds=(tried * (_PROOF_PASSES + 1) + used) * pass_seconds + product * basis_flops,
         row_memory=2 * (shaped.work.saved + shaped.work.largest),
         fixed_memory=max(proof, moment_bytes(forms.values()) + 3 * restored, 2.0 * basis),
         coordinates=size,
@@ -246,7 +246,7 @@ def coordinate_cost(
 
 
 def _basis_flops(form: AnyForm, positions: float, side: int, keep: Keep) -> float:
-    """Second moments of both sides, and their eigenvectors where coordinates are whitened."""
+    """Count operations for second moments of both sides and, if whitened, their eigenvectors."""
     total = 0.0
     for groups, rows, cols in block_sizes([form]):
         sides = [moment_values(form, rows), moment_values(form, cols)]

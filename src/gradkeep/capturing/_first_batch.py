@@ -1,4 +1,4 @@
-"""Settings of a capture, and its preparation on the first batch: rules, storage, bytes of a row."""
+"""Settings of a capture, and its preparation on the first batch: rules, storage, bytes per row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from gradkeep._arguments import check_fields, count, instance, number, one_of, optional, text
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, choose_storage, storage_named
 from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs, Uncovered, choose_rules
+from gradkeep.capturing._storage import NO_ADJUSTMENTS, Adjustments, choose_storage, parse_storage
 from gradkeep.capturing._tracer import Tracer, no_gradients
 from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
@@ -27,7 +27,7 @@ from gradkeep.store import Encoding
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Task
@@ -37,46 +37,59 @@ if TYPE_CHECKING:
 
 
 CoordinateKind = Literal["eigen", "random", "sketch"]
-"""Whitened coordinates in eigenbases; both sides of every weight by normal matrices (LoGra); or by
-sparse random signs."""
+"""Whitened coordinates in eigenbases; normal random matrices on both sides of every weight (LoGra);
+or sparse random signs."""
 QUERIES = "queries"
-"""What `keep` is for rows that will be asked about: the coordinates of the store's basis, unrounded."""
+"""`keep` of query rows: the coordinates of the store's basis, not rounded."""
 OVERHEAD = 80
-"""Bytes of a row that are not its coordinates: id, fingerprint, loss, length, scale, and its share of
-the header and the checksums of a file of a few hundred rows."""
+"""Bytes of a row beside its coordinates: id, fingerprint, loss, norm, scale, and its share of
+headers and checksums in a file of a few hundred rows."""
 LEAST = 192
 _ROWS, _MOST_ROWS, _POSITIONS = 64, 2048, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """So many bytes a row, everything included: `keep="4KiB"` is `keep=gk.Keep("4KiB")`.
+    """Store a fixed number of bytes per row, everything included: `keep="4KiB"` is `keep=gk.Keep("4KiB")`.
 
-    Of each layer's gradient, the coordinates in the eigenbasis of its Kronecker-factored Fisher matrix
-    are whitened, z = u^T G v / sqrt(lambda + damping * mean lambda), and of all layers together those with
-    the largest lambda / (the layer's mean) are taken. A byte says which of up to `group` of them is the
-    largest, and its sign; in small models, or with other `bits`, up to `fold` of them are added up with
-    random signs, and `bits` kept of each sum. Products of such rows are EK-FAC influence.
+    Of each layer's gradient G, coordinates in the eigenbasis of its Kronecker-factored Fisher matrix are
+    whitened, z = u^T G v / sqrt(lambda + damping * mean lambda). Of all layers together, those with the
+    largest lambda / (the layer's mean lambda) are stored. With groups, a byte holds the index of the
+    largest of up to `group` coordinates, and its sign. In small models, or with other `bits`, up to `fold`
+    coordinates are summed with random signs, and each sum is stored with `bits`. Products of such rows
+    are EK-FAC influence.
 
-    >>> Keep("4KiB").room, Keep("4KiB").group
-    (4016, 128)
+    Args:
+        bytes: Bytes per row, such as `"4KiB"` or 4096.
+        bits: Bits per stored coordinate: 1, 4, 8, 16 or 32.
+        coordinates: `"eigen"` (whitened, in eigenbases), `"random"` (normal matrices on both sides of
+            every weight, as LoGra) or `"sketch"` (sparse random signs).
+        group: Coordinates that share a byte, at most 128. 0 stores each with `bits`; None is 128 for
+            one bit and 0 otherwise.
+        fold: Coordinates that are summed, with random signs, into one; groups are not folded.
+        damping: Added to eigenvalues, as a multiple of the layer's mean eigenvalue.
+        rows: Rows that the basis is computed from. None for 64, and more for rows with few positions;
+            of small data sets at most half, if that has enough positions.
+        seed: Seed of random signs and matrices.
+        basis: Checkpoint whose basis is used; None for that of the captured checkpoint.
+
+    Raises:
+        CaptureError: `bytes` is too small, or options contradict each other.
+
+    Example:
+        >>> Keep("4KiB").room, Keep("4KiB").group
+        (4016, 128)
     """
 
     bytes: int | str
     bits: BitWidth = 1
     coordinates: CoordinateKind = "eigen"
     group: int | None = None
-    """Coordinates that share a byte, at most 128; 0: each is kept with `bits`; None: 128 for one bit."""
     fold: int = 4
-    """Coordinates that are added up, with random signs, to one that is kept; groups are not folded."""
     damping: float = 0.1
-    """Added to eigenvalues, times the layer's mean one."""
     rows: int | None = None
-    """Rows that the basis is found with; None: 64, more of rows with few positions. Of few rows only
-    one in two is taken, if they have positions enough."""
     seed: int = 0
     basis: str | None = None
-    """The checkpoint whose basis is used; None: that of the captured checkpoint itself."""
 
     def __post_init__(self) -> None:
         check_fields(self, CaptureError)
@@ -87,9 +100,10 @@ class Keep:
             count("group", self.group, error=CaptureError, most=MOST_IN_GROUP)
             if self.group and (self.bits != 1 or not self.whitened):
                 raise CaptureError(
-                    "only whitened coordinates without bits of their own share a byte",
+                    "only whitened coordinates of one bit can share a byte",
+                    code="capture.group_needs_bits",
                     found=f"group={self.group}, bits={self.bits}, coordinates={self.coordinates!r}",
-                    fix="pass group=0, or leave bits and coordinates out",
+                    fix="Pass group=0, or leave out bits and coordinates.",
                 )
         number("damping", self.damping, error=CaptureError, least=1e-12, most=1e12)
         optional(count, "rows", self.rows, error=CaptureError, least=2)
@@ -100,65 +114,74 @@ class Keep:
             object.__setattr__(self, "group", MOST_IN_GROUP if grouped else 0)
         if self.row_bytes < LEAST:
             raise CaptureError(
-                "too few bytes to keep anything of a row",
+                "too few bytes to store a row",
+                code="capture.too_few_bytes_per_row",
                 found=f"keep={format_bytes(self.row_bytes)}",
-                expected=f"at least {format_bytes(LEAST)}: id, fingerprint, loss and scale take "
-                f"{OVERHEAD} B",
-                fix="keep='1KiB' or more; keep='losses' keeps no gradients at all",
+                expected=(
+                    f"at least {format_bytes(LEAST)}: id, fingerprint, loss and scale take "
+                    f"{OVERHEAD} B"
+                ),
+                fix="Pass keep='1KiB' or more; keep='losses' stores no gradients.",
             )
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, everything included."""
+        """Bytes per row, everything included."""
         assert isinstance(self.bytes, int)
         return self.bytes
 
     @property
     def room(self) -> int:
-        """Bytes of the coordinates of all layers together."""
+        """Bytes for the coordinates of all layers."""
         return self.row_bytes - OVERHEAD
 
     @property
     def sums(self) -> int:
-        """How many coordinates, or sums of some, have bits of their own."""
+        """Number of coordinates, or sums of some, with their own bits."""
         return 8 * self.room // self.bits
 
     @property
     def most(self) -> int:
-        """The most coordinates that can be made use of."""
+        """Largest number of coordinates that can be used."""
         return self.room * self.group if self.group else self.sums * self.fold
 
-    def sample(self, positions: float, there: int | None = None) -> int:
-        """How many rows of so many positions a basis is found with: moments are sums over positions.
+    def sample(self, positions: float, available: int | None = None) -> int:
+        """Return the number of rows that a basis is computed from; moments are sums over positions.
 
-        Of the rows that are `there` at most one in two, or a pass over them would cost as much as the
-        capture; but so many that there are positions enough.
+        Args:
+            positions: Mean number of positions (tokens, pixels) of a row.
+            available: Number of rows of the data set. At most half of them are used, so that the basis
+                costs less than the capture, unless that has too few positions. None if unknown.
 
-        >>> Keep("4KiB").sample(128), Keep("4KiB").sample(1)
-        (64, 2048)
-        >>> [Keep("4KiB").sample(512, there) for there in (20, 64, 100, 1000)]
-        [20, 32, 50, 64]
+        Returns:
+            The number of rows.
+
+        Example:
+            >>> Keep("4KiB").sample(128), Keep("4KiB").sample(1)
+            (64, 2048)
+            >>> [Keep("4KiB").sample(512, rows) for rows in (20, 64, 100, 1000)]
+            [20, 32, 50, 64]
         """
         enough = math.ceil(_POSITIONS / max(1.0, positions))
-        wanted = min(_MOST_ROWS, max(_ROWS, enough)) if self.rows is None else self.rows
-        if there is None:
-            return wanted
-        return min(wanted, max(there // 2, min(there, max(_ROWS // 2, enough))))
+        target = min(_MOST_ROWS, max(_ROWS, enough)) if self.rows is None else self.rows
+        if available is None:
+            return target
+        return min(target, max(available // 2, min(available, max(_ROWS // 2, enough))))
 
     @property
     def whitened(self) -> bool:
-        """Whether coordinates are divided by the roots of eigenvalues."""
+        """True if coordinates are divided by the roots of eigenvalues."""
         return self.coordinates == "eigen"
 
-    def described(self) -> str:
-        """All that its coordinates depend on, as JSON."""
+    def describe(self) -> str:
+        """Return all settings that coordinates depend on, as JSON."""
         fields = dataclasses.asdict(self)
         del fields["basis"]
         return json.dumps(fields, sort_keys=True)
 
 
 def parse_keep(keep: object) -> Keep | None:
-    """What asks for a number of bytes; None: anything else, such as the name of a storage."""
+    """Parse a number of bytes; None for anything else, such as the name of a storage."""
     if isinstance(keep, Keep):
         return keep
     if isinstance(keep, int) and not isinstance(keep, bool):
@@ -168,22 +191,26 @@ def parse_keep(keep: object) -> Keep | None:
     return None
 
 
-def _bytes(given: int | str) -> int:
+def _bytes(value: int | str) -> int:
     try:
-        return parse_bytes(given)
+        return parse_bytes(value)
     except BudgetError as error:
         raise CaptureError(
-            "keep is a number of bytes a row", found=repr(given), expected="such as '4KiB'"
+            "keep must be a number of bytes per row",
+            code="capture.keep_not_bytes",
+            found=repr(value),
+            expected="a size such as '4KiB'",
         ) from error
 
 
 KeepChoice = str | int | Keep | Mapping[str, str] | None
-"""A way to keep all layers, a way for each glob of layers, or bytes a row; None: the smallest exact."""
+"""Name of a storage for all layers, a name for each glob of layers, or bytes per row; None for the
+smallest exact storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings:
-    """What a user may ask of a capture, beside the model and the data."""
+    """Options of a capture beside the model and the data."""
 
     layers: LayerChoice = None
     of: GradientOf | None = None
@@ -204,9 +231,11 @@ class CaptureSettings:
                 optional(text, "keep", keep, error=error)
         elif self.encoding != "plain" or self.tolerance:
             raise CaptureError(
-                "so many bytes a row leave no choice of an encoding or a tolerance",
+                "encoding and tolerance cannot be combined with a number of bytes per row",
+                code="capture.keep_with_encoding",
                 found=f"encoding={self.encoding!r}, tolerance={self.tolerance}",
-                fix="leave them out; gk.Keep('4KiB', bits=8) keeps fewer coordinates of more bits",
+                fix="Leave them out; gk.Keep('4KiB', bits=8) stores fewer coordinates "
+                "with more bits.",
             )
         choice = self.layers
         several = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else ()
@@ -215,47 +244,47 @@ class CaptureSettings:
 
     @property
     def compressed(self) -> Keep | None:
-        """The bytes a row that are asked for; None: all of the gradient, or what a name says."""
+        """Requested bytes per row; None for exact gradients."""
         return parse_keep(self.keep)
 
     @property
     def exact(self) -> CaptureSettings:
-        """The same without a number of bytes."""
+        """The same settings without a number of bytes."""
         return dataclasses.replace(self, keep=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCapture:
-    """A tracer that is ready to run, and how each of its layers is kept."""
+    """A tracer that is ready to run, and the storage of each of its layers."""
 
     tracer: Tracer
-    kept: tuple[LayerKeeping, ...]
+    layers: tuple[LayerStorage, ...]
     skipped: tuple[LayerUnit, ...]
     pieces: Mapping[LayerUnit, LayerGradients]
-    """Those of the batch that this was found out with."""
+    """Gradients of the probe batch."""
 
     @property
     def row_bytes(self) -> float:
         """Bytes on disk of one row's gradients."""
-        return sum(keeping.row_bytes for keeping in self.kept)
+        return sum(layer.row_bytes for layer in self.layers)
 
     def fits_exactly(self, keep: Keep) -> bool:
-        """Tell whether the whole gradients of every row take no more than these bytes."""
-        ragged = any(array.ragged for keeping in self.kept for array in keeping.arrays)
+        """Return True if whole gradients take no more than these bytes per row."""
+        ragged = any(array.ragged for layer in self.layers for array in layer.arrays)
         return not ragged and self.row_bytes + OVERHEAD <= keep.row_bytes
 
     @property
     def dense(self) -> frozenset[LayerUnit]:
-        """The layers that are kept dense: their factors are not needed once that is made."""
-        return frozenset(k.unit for k in self.kept if k.storage == "dense")
+        """Layers that are stored dense, whose factors are freed once multiplied out."""
+        return frozenset(k.unit for k in self.layers if k.storage == "dense")
 
     @property
     def light(self) -> frozenset[nn.Module]:
-        """Modules whose inputs are needed only until their dense gradients are made."""
-        soon = {unit for unit in self.dense if unit.rule not in DENSE_RULES}
-        others = [k.unit for k in self.kept if k.unit not in soon]
+        """Modules whose inputs are needed only until their dense gradients are computed."""
+        dense = {unit for unit in self.dense if unit.rule not in DENSE_RULES}
+        others = [k.unit for k in self.layers if k.unit not in dense]
         needed = {module for unit in others for module in unit.modules}
-        return frozenset({module for unit in soon for module in unit.modules} - needed)
+        return frozenset({module for unit in dense for module in unit.modules} - needed)
 
 
 def prepare_capture(
@@ -269,11 +298,11 @@ def prepare_capture(
     adjustments: Adjustments = NO_ADJUSTMENTS,
     proof_rows: int = PROOF_ROWS,
 ) -> PreparedCapture:
-    """Find out and prove how each chosen layer is captured, and choose how it is kept.
+    """Choose and prove how each selected layer is captured, and choose its storage.
 
-    `as_before` gives the storage of layers that an earlier run of the same capture has chosen;
-    `placed` whether layers keep which tokens their positions are; `adjustments` what later batches
-    need; `proof_rows` how many rows of those are proved.
+    `as_before` is the storage of layers in an earlier run of the same capture; `placed` is True if layers
+    store which tokens their positions are; `adjustments` is what later batches need; `proof_rows` is the
+    number of their rows that are proved.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
@@ -300,56 +329,56 @@ def prepare_capture(
         tracer,
         units=tuple(pieces),
         unused=tuple(unit for unit in chosen.unused if unit not in late),
-        aside=chosen.aside,
+        reached=chosen.reached,
         proofs=proofs,
     )
-    wanted = storages_wanted(tracer.units, settings.keep, as_before or {})
-    wanted |= {unit: "dense" for unit in pieces if unit.name in adjustments.dense}
-    kept = choose_storage(
+    requested = requested_storages(tracer.units, settings.keep, as_before or {})
+    requested |= {unit: "dense" for unit in pieces if unit.name in adjustments.dense}
+    layers = choose_storage(
         pieces,
         encoding=settings.encoding,
-        wanted=wanted,
+        requested=requested,
         tolerance=settings.tolerance,
         tokens=chosen.tokens if placed else None,
     )
-    return PreparedCapture(tracer, tuple(kept), chosen.skipped, pieces)
+    return PreparedCapture(tracer, tuple(layers), chosen.skipped, pieces)
 
 
 def _with_positions(piece: LayerGradients) -> LayerGradients:
-    """The same rows, each with a number of positions of its own."""
+    """Return the same rows with a number of positions each."""
     rows = piece.rows
     if isinstance(rows, OuterRows) and rows.offsets is None:
         rows = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
     return dataclasses.replace(piece, rows=rows)
 
 
-def storages_wanted(
+def requested_storages(
     units: Sequence[LayerUnit], keep: KeepChoice, as_before: Mapping[str, Storage]
 ) -> dict[LayerUnit, Storage | None]:
-    """The storage that was asked for, or chosen before, for each unit; None: whichever is smallest."""
+    """Return the requested or earlier storage of each unit; None for the smallest."""
     if isinstance(keep, int | Keep) or keep in (None, QUERIES) or parse_keep(keep) is not None:
         return {unit: as_before.get(unit.name) for unit in units}
     if isinstance(keep, str):
-        return dict.fromkeys(units, storage_named(keep))
-    wanted: dict[LayerUnit, Storage | None] = dict.fromkeys(units)
+        return dict.fromkeys(units, parse_storage(keep))
+    storages: dict[LayerUnit, Storage | None] = dict.fromkeys(units)
     for pattern, name in keep.items():
-        storage = storage_named(name)
+        storage = parse_storage(name)
         for unit in select_layers(units, pattern, error=CaptureError, hint=HINT):
-            wanted[unit] = storage
-    return wanted
+            storages[unit] = storage
+    return storages
 
 
 COORDINATE_ROWS = 1024
-"""Most rows in a segment of coordinates."""
-_SHARE_OF_SEGMENTS = 4
+"""Largest number of rows in a segment of coordinates."""
+_SEGMENT_SHARE = 4
 """A quarter of a budget goes to the two segments that are being filled and written."""
 
 
 def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
-    """Bytes that one sample occupies at the peak: what backward needs, gradients, and a copy.
+    """Return the peak bytes of one sample: saved activations, gradients, and a copy.
 
-    Measured on a batch: the tensors that autograd saves, twice (for gradients beside them), and
-    the factors in the form they arise and the form they are kept in.
+    Measured on a batch: the tensors that autograd saves, twice (for the gradients beside them), and the
+    factors as they are computed and as they are stored.
     """
     saved = sum(_saved(prepared, batch))
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
@@ -358,10 +387,10 @@ def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
 
 
 def coordinate_footprint(prepared: PreparedCapture, coordinates: int, batch: Any, rows: int) -> int:
-    """The same of a capture of so many coordinates a row: factors go as soon as these are made.
+    """Return the peak bytes of one sample of compressed captures, whose factors are freed at once.
 
-    What autograd saves, the gradients at the largest of it on their way, and the coordinates by layer,
-    all together and once more while they are rounded.
+    Counts what autograd saves, gradients of its largest tensor, and the coordinates by layer, together
+    and once more while they are rounded.
     """
     saved = _saved(prepared, batch)
     passing = sum(saved) + 3 * max(saved, default=0)
@@ -369,7 +398,7 @@ def coordinate_footprint(prepared: PreparedCapture, coordinates: int, batch: Any
 
 
 def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
-    """Bytes of each tensor but the weights that autograd saves for the backward pass."""
+    """Return the bytes of each tensor except weights that autograd saves for the backward pass."""
     seen: dict[int, int] = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -384,36 +413,37 @@ def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
 
 
 def rows_within(budget: int, footprint: int, *, beside: int = 0) -> int:
-    """How many samples at once fit the budget; an error that names the least budget if none does.
+    """Return how many samples at once fit the budget; raise with the least budget if none does.
 
-    `beside` is what is held whatever the number of samples.
+    `beside` is the number of bytes that are needed for any number of samples.
     """
-    rows = (budget - budget // _SHARE_OF_SEGMENTS - beside) // footprint
+    rows = (budget - budget // _SEGMENT_SHARE - beside) // footprint
     if rows < 1:
-        least = (footprint + beside) * _SHARE_OF_SEGMENTS // (_SHARE_OF_SEGMENTS - 1) + 1
+        least = (footprint + beside) * _SEGMENT_SHARE // (_SEGMENT_SHARE - 1) + 1
         raise BudgetError(
-            "the memory budget is below what one sample needs",
+            "the memory budget is too small for one sample",
+            code="budget.below_one_sample",
             found=format_bytes(budget),
             expected=f"at least {format_bytes(least)}",
-            fix=f"pass memory_budget={least} or more, or fewer layers",
+            fix=f"Pass memory_budget={least} or more, or fewer layers.",
         )
     return int(rows)
 
 
 def rows_at_once(prepared: PreparedCapture, rows: int) -> int:
-    """How many samples to run at once: so few that their factors stay near the cache.
+    """Return how many samples to run at once: few enough that their factors stay near the cache.
 
-    Larger batches do not run faster, and each of their fresh pages costs a fault. A handful of
-    samples is needed to keep the multiplications busy.
+    Larger batches do not run faster, and page faults of fresh memory cost time. At least 8, to keep the
+    matrix products busy.
     """
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
     return max(8, int((64 << 20) / max(1.0, factors / max(1, rows))))
 
 
 def segment_rows(row_bytes: float, size: int, *, coordinates: bool = False) -> int:
-    """A power of two of rows that fit a segment of so many bytes.
+    """Return the largest power of two of rows that fits a segment of `size` bytes.
 
-    Rows of coordinates take few bytes, but as long to make again as any: they are fewer.
+    Rows of coordinates are small but slow to recompute, so their segments hold fewer rows.
     """
     rows, most = 1, COORDINATE_ROWS if coordinates else 1 << 16
     while 2 * rows * row_bytes <= size and rows < most:
@@ -422,6 +452,6 @@ def segment_rows(row_bytes: float, size: int, *, coordinates: bool = False) -> i
 
 
 def segment_bytes(budget: int | None) -> int:
-    """Bytes of one segment: small enough to lose little work, and two of them to fit the budget."""
+    """Return the bytes of a segment: small enough to lose little work, and two of them fit the budget."""
     usual = 32 << 20
-    return usual if budget is None else max(1, min(usual, budget // _SHARE_OF_SEGMENTS // 2))
+    return usual if budget is None else max(1, min(usual, budget // _SEGMENT_SHARE // 2))

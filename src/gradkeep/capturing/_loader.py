@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from gradkeep._arguments import instance, text, texts, whole_numbers, writable
+from gradkeep._arguments import count, instance, text, texts, whole_numbers, writable
 from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._order import LoaderOrder, batches_within, filled_batches, order_of
+from gradkeep.capturing._order import LoaderOrder, batches_within, find_order, iter_batches
 from gradkeep.capturing._sequences import documents_of, may_pack, sequence_checks, unpacking_for
 from gradkeep.errors import CaptureError
 from gradkeep.store import Ragged
@@ -38,7 +38,7 @@ _MODEL_INPUTS = (
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds"),
     *("labels", "label", "targets", "target", "y"),
 )
-"""Entries that models and tasks read: they stay in the batch."""
+"""Entries that models and tasks read; they stay in the batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +57,12 @@ def without_columns(batch: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnChoice:
-    """Names of columns, and where their values come from."""
+    """Names of columns, and the sources of their values."""
 
     keys: dict[str, str]
-    """The key of each in a batch."""
+    """Key in the batch, by name."""
     whole: dict[str, Sequence[Any]]
-    """The values of all rows, in the loader's order."""
+    """Values of all rows in the loader's order, by name."""
     preview: Preview | None = None
     """Images and texts of rows, in the loader's order."""
 
@@ -79,9 +79,10 @@ class ColumnChoice:
         for name, key in self.keys.items():
             if not isinstance(batch, Mapping) or key not in batch:
                 raise CaptureError(
-                    f"no column {key!r} in the batch, which must be a dict with lists or tensors",
-                    fix="let the collate function pass it on, or give all values in the loader's "
-                    f"order: columns={{{name!r}: dataset[{key!r}]}}",
+                    f"the batch has no column {key!r}; it must be a dict with lists or tensors",
+                    code="capture.missing_column",
+                    fix="Let the collate function pass it on, or give all values in the "
+                    f"loader's order: columns={{{name!r}: dataset[{key!r}]}}.",
                 )
             columns[name] = batch[key]
         if isinstance(batch, Mapping):
@@ -112,8 +113,9 @@ def parse_columns(columns: Columns | None, preview: Preview | None = None) -> Co
         text("columns", name, error=CaptureError)
         if name in _RESERVED:
             raise CaptureError(
-                f"a column cannot be called {name!r}: every capture has one",
-                fix=f"columns={{'document': {name!r}}} keeps it under another name",
+                f"a column cannot be called {name!r}, which every capture has",
+                code="capture.reserved_column",
+                fix=f"Store it under another name: columns={{'document': {name!r}}}.",
             )
         if isinstance(source, str):
             choice.keys[name] = source
@@ -126,7 +128,7 @@ def parse_columns(columns: Columns | None, preview: Preview | None = None) -> Co
 
 
 def column_array(name: str, column: Any) -> np.ndarray[Any, Any] | Ragged:
-    """Convert a column to numbers `[B]`, or texts to the bytes of their UTF-8."""
+    """Convert a column to numbers `[B]`, or texts to their UTF-8 bytes."""
     if isinstance(column, torch.Tensor):
         if column.ndim == 1:
             return plain(column)
@@ -139,7 +141,9 @@ def column_array(name: str, column: Any) -> np.ndarray[Any, Any] | Ragged:
             return values
     raise CaptureError(
         f"column {name!r} must hold a text in UTF-8 or a number for each row",
-        fix="fill what is missing, and turn lists and dicts into texts, for instance with json.dumps",
+        code="capture.bad_column",
+        fix="Fill missing values, and turn lists and dicts into texts, for instance "
+        "with json.dumps.",
     )
 
 
@@ -147,47 +151,48 @@ def _check_length(name: str, values: Any, rows: int) -> None:
     if not hasattr(values, "__len__") or len(values) != rows:
         raise CaptureError(
             f"column {name!r} must have a value for each of {rows} rows",
+            code="capture.column_length",
             found=f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__,
-            fix="give them in the loader's order; of packed batches, one for each document",
+            fix="Give them in the loader's order; for packed batches, one per document.",
         )
 
 
 def plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Convert a tensor to numpy; 16 bits become float32."""
+    """Convert a tensor to numpy; 16-bit floats become float32."""
     values = tensor.detach().cpu()
     low = values.dtype in (torch.bfloat16, torch.float16)
     return (values.float() if low else values).numpy()
 
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
-"""Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""
+"""Ids of all samples in order, the key or index of the ids in a batch, or a function of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batches:
-    """All batches of a loader with their ids; can be gone through again and again."""
+    """All batches of a loader with their ids; can be iterated again and again."""
 
     loader: Iterable[Any]
     ids: str | int | Callable[[Any], Any] | None
-    """Where the ids are in a batch, if they are."""
+    """Key, index or function of the ids in a batch; None if they are not in it."""
     listed: np.ndarray[Any, np.dtype[np.int64]] | None
-    """The ids of all samples in order, if they were given."""
+    """Ids of all samples in order, if the user passed them."""
     num_rows: int | None
-    """The number of samples, if the loader knows it."""
+    """Number of samples, if the loader knows it."""
     first: Any
-    """The first batch, without its ids."""
+    """First batch, without its ids."""
     order: LoaderOrder | None
-    """What every pass is held against; None where ids come with the batches."""
+    """Reference that every pass is compared with; None if ids come with the batches."""
     unpacking: Unpacking | None
-    """How packed batches are taken apart; None: a pack is one sample."""
+    """Splits packed batches into documents; None if a pack is one sample."""
     checks: SequenceChecks
-    """Refuses rows that the model cannot read."""
+    """Rejects rows that the model cannot read."""
     columns: ColumnChoice
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
-        """Ids and batches; the first ones are compared with earlier looks before any is given."""
+        """Iterate over ids and batches, comparing each pass with the first one."""
         at = 0
-        delivered = filled_batches(self.loader) if self.order is None else self.order.proved()
+        delivered = iter_batches(self.loader) if self.order is None else self.order.iter_checked()
         for at, own, part in self._rows(delivered, 0):
             yield own, part
             at += len(own)
@@ -196,14 +201,14 @@ class Batches:
     def between(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int64]], Any]]:
-        """The place, ids and contents of every batch with a row from `start` to `stop`.
+        """Yield the place, ids and contents of every batch with a row from `start` to `stop`.
 
-        The batches are those of a whole pass. What comes before is not read, where the loader allows.
+        The batches are those of a whole pass. Earlier ones are not read if the loader allows it.
         """
         at, delivered = (
             batches_within(self.loader, start, stop)
             if self.unpacking is None
-            else (0, filled_batches(self.loader))
+            else (0, iter_batches(self.loader))
         )
         for place, own, part in self._rows(delivered, at):
             if place >= stop:
@@ -214,24 +219,25 @@ class Batches:
     def _rows(
         self, delivered: Iterable[Any], at: int
     ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int64]], Any]]:
-        """Place, ids and contents of what is delivered from the sample `at` on."""
-        for given in delivered:
-            batch, ids = _taken_apart(given, self.ids)
+        """Yield place, ids and contents of batches whose first sample is `at`."""
+        for item in delivered:
+            batch, ids = _split_ids(item, self.ids)
             parts = [batch] if self.unpacking is None else self.unpacking.parts(batch)
             sizes = [batch_size(part) for part in parts]
             count = sum(sizes)
             if ids is not None:
-                own = checked_ids(ids)
+                own = parse_ids(ids)
             elif self.listed is not None:
                 own = self.listed[at : at + count]
             else:
                 own = np.arange(at, at + count)
             if len(own) != count:
                 raise CaptureError(
-                    "every sample needs an id",
+                    "the number of ids differs from the number of samples",
+                    code="capture.id_count",
                     found=f"{len(own)} ids for {count} samples",
-                    fix="give ids=, one for each sample of the loader, in its order; of packed "
-                    "batches, one for each document",
+                    fix="Pass ids=, one for each sample of the loader, in its order; "
+                    "for packed batches, one per document.",
                 )
             start = 0
             for part, size in zip(parts, sizes, strict=True):
@@ -242,12 +248,12 @@ class Batches:
             at += count
 
 
-def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Ids as int64 `[B]`; an error for what is not whole, which would be cut to another row's id."""
-    given = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else ids
-    if isinstance(given, np.ndarray):
-        given = given.reshape(-1)
-    return whole_numbers("ids", given, error=CaptureError)
+def parse_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Convert ids to int64 `[B]`; raise for numbers that are not whole."""
+    values = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else ids
+    if isinstance(values, np.ndarray):
+        values = values.reshape(-1)
+    return whole_numbers("ids", values, error=CaptureError)
 
 
 def task_batches(
@@ -260,10 +266,10 @@ def task_batches(
     columns: Columns | None = None,
     preview: Preview | None = None,
 ) -> Batches:
-    """The batches of a loader as a task takes them, once ids and contents belong together.
+    """Build the batches of a loader as a task takes them, after checking that ids and contents belong together.
 
-    Ids by position, or from a list, need the same order in every pass: see `order_of`. Packed
-    batches are taken apart, so that rows and ids are those of documents.
+    Ids by position, or from a list, need the same order in every pass: see `find_order`. Packed batches
+    are unpacked, so that rows and ids are those of documents.
     """
     unpacking, checks = unpacking_for(model, task, mode), sequence_checks(model, task)
     choice = parse_columns(columns, preview)
@@ -271,52 +277,59 @@ def task_batches(
         loader, str | bytes | Mapping | torch.Tensor
     )
     if not is_loader or isinstance(loader, Iterator):
-        once = ", which can be gone through only once" if is_loader else ""
+        once = ", which can be iterated only once" if is_loader else ""
         raise CaptureError(
             f"loader must be an iterable of batches, got {type(loader).__name__}{once}",
-            fix="pass the DataLoader itself, or a list of batches",
+            code="capture.not_a_loader",
+            fix="Pass the DataLoader itself, or a list of batches.",
         )
     is_inside = ids is None or isinstance(ids, str) or type(ids) is int or callable(ids)
     inside: Any = ids if is_inside else None
-    listed = None if is_inside else checked_ids(ids)
-    order = order_of(loader, by_position=ids is None) if inside is None else None
+    listed = None if is_inside else parse_ids(ids)
+    order = find_order(loader, by_position=ids is None) if inside is None else None
     rows = order.rows if order is not None else _length(loader)
     _check_nothing_dropped(loader)
-    first = order.first if order is not None else next(filled_batches(loader), None)
+    first = order.first if order is not None else next(iter_batches(loader), None)
     if unpacking is not None and isinstance(loader, list | tuple):
         rows = sum(len(documents_of(batch) or ()) or batch_size(batch) for batch in loader)
     elif unpacking is not None and may_pack(first):
-        rows = None  # it is not known without reading the data set
+        rows = None  # unknown without reading the data set
     if listed is not None:
         if rows is not None and len(listed) != rows:
             raise CaptureError(
-                "every sample needs one id", found=f"{len(listed)} ids for {rows} samples"
+                "the number of ids differs from the number of samples",
+                code="capture.id_count",
+                found=f"{len(listed)} ids for {rows} samples",
+                fix="Pass one id for each sample of the loader.",
             )
         rows = len(listed)
     if first is None:
         raise CaptureError(
-            "the loader gave no batch with a sample", fix="check that the data set is not empty"
+            "the loader has no batch with a sample",
+            code="capture.empty_loader",
+            fix="Check that the data set is not empty.",
         )
-    whole, own = _taken_apart(first, inside)
+    whole, own = _split_ids(first, inside)
     first = whole if unpacking is None else unpacking.parts(whole)[0]
     size = batch_size(first)
-    given = listed if own is None else checked_ids(own)
-    checks.check(np.arange(size) if given is None else given[:size], first)
+    row_ids = listed if own is None else parse_ids(own)
+    checks.check(np.arange(size) if row_ids is None else row_ids[:size], first)
     if unpacking is not None:
         unpacking = unpacking.settled(whole)
         first = unpacking.parts(whole)[0]
     if choice.by_order and inside is not None:
         raise CaptureError(
-            "columns by order, but rows by the ids that batches bring",
+            "columns in the loader's order cannot be combined with ids from the batches",
+            code="capture.columns_by_order",
             found=", ".join(choice.by_order),
-            fix="have the collate function pass them on, and name them: columns=['text']",
+            fix="Have the collate function pass them on, and name them: columns=['text'].",
         )
     first = choice.split(first, at=0, rows=batch_size(first))
     return Batches(loader, inside, listed, rows, first, order, unpacking, checks, choice)
 
 
 def _length(loader: Iterable[Any]) -> int | None:
-    """The number of samples of a loader whose order does not matter."""
+    """Return the number of samples of a loader whose order does not matter, if known."""
     if isinstance(loader, list | tuple):
         return sum(batch_size(batch) for batch in loader)
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
@@ -330,31 +343,58 @@ def _length(loader: Iterable[Any]) -> int | None:
 def _check_nothing_dropped(loader: Iterable[Any]) -> None:
     if not isinstance(loader, DataLoader):
         return
-    made = loader.batch_sampler if loader.batch_sampler is not None else loader
-    size = getattr(made, "batch_size", None)
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader
+    size = getattr(sampler, "batch_size", None)
     try:
-        rows = len(made.sampler)  # type: ignore[arg-type, union-attr]
+        rows = len(sampler.sampler)  # type: ignore[arg-type, union-attr]
     except (AttributeError, TypeError):
         return
-    if getattr(made, "drop_last", False) and rows % (size or 1):
+    if getattr(sampler, "drop_last", False) and rows % (size or 1):
         raise CaptureError(
             "the loader drops its last samples",
+            code="capture.drops_samples",
             found=f"drop_last=True with {rows} samples in batches of {size}",
-            fix="use drop_last=False",
+            fix="Use drop_last=False.",
         )
 
 
-def _taken_apart(given: Any, ids: Any) -> tuple[Any, Any]:
-    """The batch without its ids, and the ids if they are in it."""
+def _split_ids(batch: Any, ids: Any) -> tuple[Any, Any]:
+    """Split a batch into the batch without its ids, and the ids if they are in it."""
     if callable(ids):
-        return given, ids(given)
+        return batch, ids(batch)
     if ids is None:
-        return given, None
+        return batch, None
     try:
-        found = given[ids]
+        values = batch[ids]
     except (KeyError, IndexError, TypeError) as error:
-        raise CaptureError(f"no ids at {ids!r} in the batch", found=type(given).__name__) from error
-    if isinstance(given, Mapping):
-        return {key: value for key, value in given.items() if key != ids}, found
-    at = range(len(given))[int(ids)]
-    return tuple(item for place, item in enumerate(given) if place != at), found
+        raise CaptureError(
+            f"the batch has no ids at {ids!r}",
+            code="capture.no_ids",
+            found=type(batch).__name__,
+            fix="Pass ids= as the key or index of the ids in a batch.",
+        ) from error
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key != ids}, values
+    at = range(len(batch))[int(ids)]
+    return tuple(item for place, item in enumerate(batch) if place != at), values
+
+
+def as_loader(loader: Any, batch_size: int | None) -> Any:
+    """Return the loader; wrap a map-style data set in a `DataLoader` of `batch_size`."""
+    is_dataset = isinstance(loader, torch.utils.data.Dataset) and not isinstance(
+        loader, torch.utils.data.IterableDataset
+    )
+    if batch_size is None and not is_dataset:
+        return loader
+    size = (
+        64 if batch_size is None else count("batch_size", batch_size, error=CaptureError, least=1)
+    )
+    indexed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+    if not indexed or isinstance(loader, torch.utils.data.DataLoader):
+        raise CaptureError(
+            "batch_size is for data sets",
+            code="capture.batch_size_of_loader",
+            found=type(loader).__name__,
+            fix="Leave out batch_size=, or pass a map-style data set instead of a loader.",
+        )
+    return torch.utils.data.DataLoader(loader, batch_size=size)

@@ -1,4 +1,4 @@
-"""Cost of capturing and asking before anything runs: bytes, memory, operations, seconds."""
+"""Cost of captures and queries before anything runs: bytes, memory, operations, seconds."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradkeep import _arguments
 from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep._display import text_table
+from gradkeep._display import TextDisplay, text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
 from gradkeep.capturing._cost import (
     CaptureCost,
     MeasuredRows,
     coordinate_cost,
     exact_cost,
+    measure_pace,
     measure_rows,
-    measured_pace,
 )
 from gradkeep.capturing._first_batch import CaptureSettings, Keep, prepare_capture, rows_at_once
 from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
-from gradkeep.capturing._report import KeptLayer, kept_layer
+from gradkeep.capturing._report import LayerReport, report_layer
 from gradkeep.capturing._rows import GradientMaker
 from gradkeep.capturing._sequences import unpacking_for
-from gradkeep.capturing._shapes import shaped_capture, shapes_of
+from gradkeep.capturing._shapes import measure_shapes, plan_shapes
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 from gradkeep.factors._cost import ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._first_batch import KeepChoice
-    from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._shapes import ShapedCapture
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Compute
     from gradkeep.query._layers import LayerChoice
@@ -56,14 +56,14 @@ _PROBE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlaceCosts:
-    """Seconds of requests to a place, and its rate."""
+    """Seconds per request to a storage location, and its rate."""
 
     name: str
     put_seconds: float
-    """Of a small value, until it is durable."""
+    """Seconds until a small value is durable."""
     get_seconds: float
     bytes_per_second: float
-    """Of one connection, or of the disk."""
+    """Rate of one connection, or of the disk."""
     measured: bool = False
 
     def __str__(self) -> str:
@@ -75,27 +75,40 @@ class PlaceCosts:
 
 
 S3 = PlaceCosts("s3", put_seconds=0.03, get_seconds=0.02, bytes_per_second=80e6)
-"""What one connection from the same region usually has; nothing is measured there."""
+"""Typical costs of one connection from the same region; not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """Seconds and bytes of a worker's parts of a capture."""
+    """Seconds and bytes of a worker's part of a capture."""
 
     start_seconds: float
-    """Imports and the model."""
+    """Seconds of imports and loading the model."""
     first_seconds: float
-    """The proof on the first batch, and a basis."""
+    """Seconds of the proof on the first batch, and of a basis."""
     row_seconds: float
     row_bytes: float
     rows_per_segment: int
     check_seconds: float
-    """Of one row when the capture is sealed: loading it and its fingerprint."""
+    """Seconds per row when the capture is sealed: loading and fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
-    """Cost of a capture of so many rows by so many workers; prints its assumptions."""
+    """Predicted cost of a capture by several workers; printing it lists its assumptions.
+
+    Attributes:
+        rows: Number of rows.
+        workers: Number of workers.
+        segments: Number of segments in the store.
+        bytes: Bytes in the store.
+        requests: Requests to the store.
+        worker_seconds: Seconds until the last worker is done.
+        seconds: Seconds until the capture is sealed.
+        worker_memory: Bytes of memory per worker beside the model.
+        place: Costs of the storage location.
+        costs: Costs of a worker.
+    """
 
     rows: int
     workers: int
@@ -103,17 +116,14 @@ class ScalePlan:
     bytes: float
     requests: int
     worker_seconds: float
-    """Until the last worker is done."""
     seconds: float
-    """Until the capture is sealed."""
     worker_memory: int
-    """Bytes that each needs beside the model."""
     place: PlaceCosts
     costs: WorkerCosts
 
     @property
     def hours(self) -> float:
-        """From the first worker's start to the sealed capture."""
+        """Hours from the start of the first worker to the sealed capture."""
         return self.seconds / 3600
 
     def __str__(self) -> str:
@@ -122,7 +132,7 @@ class ScalePlan:
             f"{self.rows:,} rows by {self.workers:,} workers: {format_bytes(self.bytes)} in "
             f"{self.segments:,} segments, {self.requests:,} requests, {_duration(self.seconds)}, "
             f"{format_bytes(self.worker_memory)} of memory for each worker beside the model\n"
-            f"workers are done after {_duration(self.worker_seconds)}; one process compares and "
+            f"workers finish after {_duration(self.worker_seconds)}; one process then compares and "
             f"seals for {_duration(self.seconds - self.worker_seconds)}\n"
             f"assumed: a row {_duration(costs.row_seconds)} on one worker's device as fast as this "
             f"one, {_duration(costs.check_seconds)} to load and compare, a start "
@@ -134,10 +144,10 @@ class ScalePlan:
 def scale_plan(
     costs: WorkerCosts, *, rows: int, workers: int, place: PlaceCosts, memory: int
 ) -> ScalePlan:
-    """Cost in closed form: work shared evenly after the start, then one process compares and seals.
+    """Predict in closed form: work shared evenly after the start, then one process compares and seals.
 
-    With w workers that start after s seconds, and this process as one of them where the place is
-    local, work of W seconds ends after min(W, (W + (w - 1) s) / w).
+    With w workers that start after s seconds, and this process as one of them if the place is local, work
+    of W seconds ends after min(W, (W + (w - 1) s) / w).
 
     >>> free = PlaceCosts("free", 0.0, 0.0, math.inf)
     >>> costs = WorkerCosts(1.0, 0.0, 0.01, 100.0, 100, 0.0)
@@ -147,25 +157,27 @@ def scale_plan(
     segments = math.ceil(rows / costs.rows_per_segment)
     ranges = math.ceil(segments / max(1, segments // (16 * workers)))
     present = min(workers, ranges)
-    made = costs.row_seconds * rows / segments
-    put = place.put_seconds + costs.row_bytes * rows / segments / place.bytes_per_second
-    # The slower of making and putting a segment paces a range; its last segment is put at the end.
-    asking = 2 * place.get_seconds + 2 * place.put_seconds
-    work = segments * max(made, put) + ranges * (min(made, put) + asking)
+    compute_seconds = costs.row_seconds * rows / segments
+    put_seconds = place.put_seconds + costs.row_bytes * rows / segments / place.bytes_per_second
+    # Computing and writing overlap: the slower one sets the pace, and the last segment is written at the end.
+    lease_seconds = 2 * place.get_seconds + 2 * place.put_seconds
+    work = segments * max(compute_seconds, put_seconds) + ranges * (
+        min(compute_seconds, put_seconds) + lease_seconds
+    )
     start = costs.start_seconds
     if place.measured or ranges < 2:
         spent = min(work, (work + (present - 1) * start) / present)
     else:
         spent = start + work / present
     done = costs.first_seconds + spent
-    reads = 2 * segments  # of each segment its beginning, and the fingerprints of its rows
+    reads = 2 * segments  # the header and the row fingerprints of each segment
     sealing = rows * costs.check_seconds + reads * place.get_seconds + place.put_seconds
     return ScalePlan(
         rows=rows,
         workers=workers,
         segments=segments,
         bytes=rows * costs.row_bytes,
-        # Listing the free ranges, the lease, the result, and a look at the progress.
+        # Per range: list free ranges, lease, result, progress.
         requests=segments + reads + 4 * ranges + 2,
         worker_seconds=done,
         seconds=done + sealing,
@@ -176,7 +188,7 @@ def scale_plan(
 
 
 def measure_folder(folder: str) -> PlaceCosts:
-    """Time durable writes in a folder of this machine; the files are removed."""
+    """Time durable writes in a local folder; the files are removed."""
     seconds = []
     for size in (100, _PROBE_BYTES):
         content, times = os.urandom(size), []
@@ -212,54 +224,69 @@ def _duration(seconds: float) -> str:
 
 
 _QUICK_SECONDS = 0.5
-"""Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
-_DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
-"""Bytes a row that are tried where all of its gradient is too much."""
+"""Seconds that proving the first rows may be predicted to take; above, only shapes are used."""
+_KEEP_SIZES = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
+"""Bytes per row to suggest if whole gradients do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """What one layer will take."""
+    """Predicted cost of one layer.
 
-    layer: KeptLayer
+    Attributes:
+        layer: Storage of the layer.
+        disk_bytes: Bytes on disk, for all rows and queries.
+        compute: How products of its gradients are computed.
+        flops: Operations for all queries against all rows.
+        seconds: Predicted seconds for all queries against all rows.
+        alternatives: Predicted seconds of every way to compute them.
+    """
+
+    layer: LayerReport
     disk_bytes: float
-    """On disk, for all rows and queries."""
     compute: Compute
-    """How it will be multiplied."""
     flops: float
     seconds: float
-    """Predicted, for all queries against all rows."""
     alternatives: dict[Compute, float]
-    """Predicted seconds of every way."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapturePlan:
-    """What a capture and its questions will take; shows itself as a table."""
+@dataclass(frozen=True, slots=True, repr=False)
+class CapturePlan(TextDisplay):
+    """Predicted cost of a capture and its queries; prints as a table.
+
+    Attributes:
+        layers: Cost of each layer. For coordinates, an even share is assumed; the basis decides.
+        rows: Number of training rows.
+        queries: Number of query rows.
+        budget: Memory budget of queries in bytes.
+        disk_bytes: Bytes on disk.
+        capture_memory: Peak bytes of the capture beside the model.
+        capture_seconds: Seconds of the capture.
+        query_memory: Peak bytes of the queries.
+        query_seconds: Seconds of the queries.
+        row_bytes: Bytes on disk per row, everything included.
+        basis_bytes: Bytes on disk of the basis of coordinates.
+        fits: True if memory and disk suffice.
+        advice: What is too large, and the `keep=` that would fit; empty if it fits.
+        rows_per_segment: Rows in a segment.
+        fixed_seconds: Seconds before the first row: the proof on the first batch, and a basis.
+    """
 
     layers: tuple[PlannedLayer, ...]
-    """Of coordinates, as if all layers had their share; the basis decides which have more."""
     rows: int
     queries: int
     budget: int
     disk_bytes: float
     capture_memory: int
-    """Bytes that capturing needs at once, beside the model."""
     capture_seconds: float
     query_memory: int
-    """Bytes that asking needs at once."""
     query_seconds: float
     row_bytes: float = 0.0
-    """Bytes on disk of one row, everything included."""
     basis_bytes: float = 0.0
-    """Bytes on disk of the basis that coordinates are kept in."""
     fits: bool = True
-    """Whether that is within the memory budget and the free bytes of the disk."""
     advice: str = ""
-    """What is too much, and the `keep=` that would fit; empty: it fits."""
     rows_per_segment: int = 1
     fixed_seconds: float = 0.0
-    """What a capture takes before its first row: the proof on the first batch, a basis."""
 
     def at_scale(
         self,
@@ -270,19 +297,31 @@ class CapturePlan:
         load_seconds: float = 0.0,
         folder: str | os.PathLike[str] | None = None,
     ) -> ScalePlan:
-        """What capturing so many rows by so many workers takes, on devices as fast as this one.
+        """Predict the cost of capturing many rows with many workers, on devices as fast as this one.
 
-        Bytes, requests, hours and memory for each worker, from what was measured here: a row's seconds,
-        a process's start, and for `place="local"` the durable writes of `folder` (by default that of
-        temporary files); the costs of `"s3"` are assumed, and said. `load_seconds` is what a row takes
-        to be loaded. Cost: seconds.
+        Based on measurements here: seconds per row, the start of a process and, for `place="local"`, durable
+        writes to `folder`. The costs of `"s3"` are assumed; printing the plan lists them. Cost: seconds.
 
-        >>> import gradkeep as gk, torch
-        >>> model, batch = torch.nn.Linear(8, 2), (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
-        >>> small = gk.plan(model, batch, task=gk.Classification(), rows=100)
-        >>> far = small.at_scale(rows=10**9, workers=256, place="s3")
-        >>> far.segments == -(-(10**9) // small.rows_per_segment), far.worker_seconds < far.seconds
-        (True, True)
+        Args:
+            rows: Number of rows.
+            workers: Number of workers.
+            place: `"local"` or `"s3"`.
+            load_seconds: Seconds to load one row.
+            folder: Folder to measure; by default that of temporary files.
+
+        Returns:
+            Bytes, requests, hours and memory per worker.
+
+        Raises:
+            CaptureError: An argument is out of range.
+
+        Example:
+            >>> import gradkeep as gk, torch
+            >>> model, batch = torch.nn.Linear(8, 2), (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
+            >>> small = gk.plan(model, batch, task=gk.Classification(), rows=100)
+            >>> far = small.at_scale(rows=10**9, workers=256, place="s3")
+            >>> far.segments == -(-(10**9) // small.rows_per_segment), far.worker_seconds < far.seconds
+            (True, True)
         """
         count("rows", rows, error=CaptureError, least=1)
         count("workers", workers, error=CaptureError, least=1, most=1_000_000)
@@ -295,8 +334,7 @@ class CapturePlan:
             row_seconds=spread / max(1, self.rows + self.queries) + load_seconds,
             row_bytes=self.row_bytes,
             rows_per_segment=self.rows_per_segment,
-            # Of one row, when a capture by workers is compared and sealed; measured by `./x bench
-            # scale`.
+            # 5 us per row when the capture is compared and sealed, measured by `./x bench scale`.
             check_seconds=load_seconds + 5e-6,
         )
         where = S3 if place == "s3" else measure_folder(os.fspath(folder or tempfile.gettempdir()))
@@ -305,7 +343,30 @@ class CapturePlan:
         )
 
     def __str__(self) -> str:
-        head = ("layer", "type", "T", "kept as", "on disk", "scored", "GFLOP", "seconds")
+        shown = self.layers
+        if len(shown) > 8:
+            shown = tuple(sorted(shown, key=lambda p: -p.disk_bytes)[:7])
+        lines = [self._layer_table(shown)]
+        if len(shown) < len(self.layers):
+            lines.append(
+                f"and {len(self.layers) - len(shown)} smaller layers; plan.layers lists all"
+            )
+        basis = f", {format_bytes(self.basis_bytes)} of them its basis" if self.basis_bytes else ""
+        lines += [
+            (
+                f"capture {self.rows + self.queries} rows of {format_bytes(self.row_bytes)}: "
+                f"{format_bytes(self.disk_bytes)} on disk{basis}, "
+                f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
+            ),
+            (
+                f"score {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
+                f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
+            ),
+        ]
+        return "\n".join([*lines, *([self.advice] if self.advice else [])])
+
+    def _layer_table(self, layers: tuple[PlannedLayer, ...]) -> str:
+        head = ("layer", "type", "T", "stored as", "on disk", "scored", "GFLOP", "seconds")
         rows = [
             (
                 p.layer.name,
@@ -317,22 +378,9 @@ class CapturePlan:
                 f"{p.flops / 1e9:.3g}",
                 f"{p.seconds:.3g}",
             )
-            for p in self.layers
+            for p in layers
         ]
-        lines = [text_table(head, rows, right={2, 4, 6, 7})]
-        basis = f", {format_bytes(self.basis_bytes)} of them its basis" if self.basis_bytes else ""
-        lines += [
-            (
-                f"capture {self.rows + self.queries} rows of {format_bytes(self.row_bytes)}: "
-                f"{format_bytes(self.disk_bytes)} on disk{basis}, "
-                f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
-            ),
-            (
-                f"ask {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
-                f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
-            ),
-        ]
-        return "\n".join([*lines, *([self.advice] if self.advice else [])])
+        return text_table(head, rows, right={2, 4, 6, 7})
 
 
 @_arguments.checked(CaptureError)
@@ -352,22 +400,43 @@ def plan(
     disk_budget: float | str | None = None,
     mode: Mode | None = "eval",
 ) -> CapturePlan:
-    """Predict what capturing `rows` and asking `queries` of them will take, layer by layer.
+    """Predict the cost of capturing `rows` and scoring them for `queries`, layer by layer.
 
-    It always answers: what does not fit is said in `advice`, with the `keep=` that would. Without
-    budgets, the memory of this machine and the free bytes of this folder's disk are compared. A small
-    model runs a few samples and is measured; of a large one shapes tell the bytes, and one short
-    sample the speed. Model and batch may be on the meta device: then seconds are those of one core of
+    It does not raise if the plan does not fit: `advice` says what is too large, and the `keep=` that would
+    fit. A small model runs a few samples and is measured; for a large one shapes give the bytes, and one
+    short sample the speed. Model and batch may be on the meta device: then seconds are those of one core of
     a server, from the operations of a pass.
 
-    >>> import torch
-    >>> with torch.device("meta"):
-    ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 10))
-    ...     batch = torch.empty(8, 4096), torch.empty(8, dtype=torch.int64)
-    >>> import gradkeep as gk
-    >>> found = gk.plan(model, batch, task=gk.Classification(), rows=10**9, disk_budget="2TB")
-    >>> found.fits, found.advice
-    (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='1KiB' fits: 996.37 GB")
+    Args:
+        model: Model to capture.
+        batch: Example batch, as the loader yields it.
+        task: Task of the capture.
+        rows: Number of training rows.
+        queries: Number of query rows.
+        layers: Names, globs or module types of the layers to capture; None for all.
+        encoding: Encoding of stored arrays.
+        keep: How gradients are stored, as in `gk.capture`.
+        compute: How products are computed; None for the fastest way per layer.
+        tolerance: Largest relative error of a gradient whose rank is cut.
+        memory_budget: Memory for queries and captures; None for the memory of this machine.
+        disk_budget: Bytes on disk; None for the free bytes of this folder's disk.
+        mode: `"eval"` or `"train"`; None leaves the model's mode.
+
+    Returns:
+        The predicted cost; prints as a table.
+
+    Raises:
+        CaptureError: The model or batch cannot be captured, or does not run on shapes alone.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 10))
+        ...     batch = torch.empty(8, 4096), torch.empty(8, dtype=torch.int64)
+        >>> import gradkeep as gk
+        >>> cost = gk.plan(model, batch, task=gk.Classification(), rows=10**9, disk_budget="2TB")
+        >>> cost.fits, cost.advice
+        (False, "49.25 TB on disk are more than the 2.00 TB available; keep='1KiB' fits: 996.37 GB")
     """
     model = uncompiled(model)
     batch = without_columns(batch)
@@ -386,14 +455,14 @@ def plan(
         memory=None if memory_budget is None else parse_bytes(memory_budget),
         disk=shutil.disk_usage(os.curdir).free if disk_budget is None else parse_bytes(disk_budget),
     )
-    wanted = settings.compressed
-    if wanted is not None and planner.shaped.prepared.fits_exactly(wanted):
-        wanted = None
-    found = planner.plan(wanted)
-    if found.fits:
-        return found
-    advice = f"{found.advice}; {planner.first_that_fits(below=found.row_bytes)}"
-    return dataclasses.replace(found, advice=advice)
+    requested = settings.compressed
+    if requested is not None and planner.shaped.prepared.fits_exactly(requested):
+        requested = None
+    result = planner.plan(requested)
+    if result.fits:
+        return result
+    advice = f"{result.advice}; {planner.suggest_keep(below=result.row_bytes)}"
+    return dataclasses.replace(result, advice=advice)
 
 
 def _measure(
@@ -405,25 +474,26 @@ def _measure(
     *,
     hollow: bool,
 ) -> tuple[ShapedCapture, float, MeasuredRows | None]:
-    """Run the first samples if that is quick; else look at shapes and time one short sample.
+    """Run the first samples if that is quick; else use shapes and time one short sample.
 
-    Gives the shapes, the pace of this machine, and what rows took that ran.
+    Returns the shapes, the pace of this machine, and the measured rows, if any.
     """
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), 16))
     shaped: ShapedCapture | None = None
     try:
-        shaped = shaped_capture(model, task, part, settings, mode=mode)
+        shaped = plan_shapes(model, task, part, settings, mode=mode)
     except GradkeepError:
         raise
     except Exception as error:
-        # Models may do anything, also look at numbers that are not there.
+        # A model may branch on values, which fake tensors do not have.
         if hollow:
             raise CaptureError(
-                "this model does not run on shapes alone",
+                "the model does not run on shapes alone",
+                code="capture.needs_values",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
-                fix="build model and batch with numbers, on the CPU",
+                fix="Build the model and the batch with values, on the CPU.",
             ) from error
     if shaped is not None and hollow:
         return shaped, 1.0, None
@@ -433,17 +503,17 @@ def _measure(
             held = shaped.rows * shaped.work.saved
             held += sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
             if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
-                pace = measured_pace(model, task, part, settings.of, shaped.work)
+                pace = measure_pace(model, task, part, settings.of, shaped.work)
                 return shaped, pace, None
         device = device_of(model)
         own = to_device(part if shaped is not None else rows_of(part, 0, 2), device)
         prepared = prepare_capture(model, task, own, settings)
-        shaped = shapes_of(prepared, own) if shaped is None else shaped
+        shaped = measure_shapes(prepared, own) if shaped is None else shaped
         shaped = dataclasses.replace(shaped, prepared=prepared)
-        pace = measured_pace(model, task, own, settings.of, shaped.work)
-        maker = GradientMaker(prepared=prepared, kept=prepared.kept, watched={}, device=device)
+        pace = measure_pace(model, task, own, settings.of, shaped.work)
+        maker = GradientMaker(prepared=prepared, layers=prepared.layers, watched={}, device=device)
         measured = measure_rows(maker, own)
-        # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
+        # If it is quick, run as many rows at once as a capture does: batches have a fixed cost.
         many = min(batch_size(batch), int(_QUICK_SECONDS / 4 / max(measured.seconds, 1e-6)), 256)
         if many > batch_size(own):
             own = to_device(rows_of(batch, 0, many), device)
@@ -454,7 +524,7 @@ def _measure(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planner:
-    """Plans for one model, batch and question, by what is kept."""
+    """Plans for one model, batch and number of queries, by what is stored."""
 
     shaped: ShapedCapture
     pace: float
@@ -463,14 +533,14 @@ class _Planner:
     queries: int
     batch: int
     chosen: bool
-    """Whether the user chose the layers."""
+    """True if the user chose the layers."""
     compute: str | None
     memory: int | None
-    """Memory budget; None: the memory of this machine."""
+    """Memory budget; None for the memory of this machine."""
     disk: int
 
     def plan(self, keep: Keep | None) -> CapturePlan:
-        """Plan for whole gradients, or for so many bytes a row."""
+        """Plan for whole gradients, or for a number of bytes per row."""
         rows, queries, shaped = self.rows, self.queries, self.shaped
         if keep is None:
             cost = exact_cost(shaped, self.pace, measured=self.measured)
@@ -491,23 +561,23 @@ class _Planner:
         disk, memory = cost.disk_bytes(rows, queries), self._capture_memory(cost)
         if disk > self.disk:
             too_much.append(
-                f"{format_bytes(disk)} on disk are more than the {format_bytes(self.disk)} there are"
+                f"{format_bytes(disk)} on disk are more than the {format_bytes(self.disk)} available"
             )
         try:
             split = memory_shares(self.memory, **sizes)
         except BudgetError as error:
             too_much.append(
-                f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
+                f"queries take {error.expected}, more than the budget of {format_bytes(budget)}"
             )
             split = memory_shares(None, **sizes)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        there = machine if self.memory is None else self.memory
-        if memory > there:
+        available = machine if self.memory is None else self.memory
+        if memory > available:
             too_much.append(
                 f"capturing takes {format_bytes(memory)} of memory beside the model, more than the "
-                f"{format_bytes(there)} there are"
+                f"{format_bytes(available)} available"
             )
-        planned = tuple(self._layer(keeping, split.scratch) for keeping in cost.kept)
+        planned = tuple(self._layer(layer, split.scratch) for layer in cost.layers)
         held = 2 * (cost.query_bytes * split.query_rows + cost.row_bytes * split.train_rows)
         return CapturePlan(
             layers=planned,
@@ -527,13 +597,13 @@ class _Planner:
             advice=", ".join(too_much),
         )
 
-    def _layer(self, keeping: LayerKeeping, scratch: int) -> PlannedLayer:
-        positions = keeping.positions
+    def _layer(self, layer: LayerStorage, scratch: int) -> PlannedLayer:
+        positions = layer.positions
         load = ProductSize(self.rows, self.queries, positions, positions, scratch)
-        choice = choose_compute(keeping.form, load, force=self.compute)
+        choice = choose_compute(layer.form, load, force=self.compute)
         return PlannedLayer(
-            layer=kept_layer(keeping),
-            disk_bytes=keeping.row_bytes * (self.rows + self.queries),
+            layer=report_layer(layer),
+            disk_bytes=layer.row_bytes * (self.rows + self.queries),
             compute=choice.compute,
             flops=choice.cost.flops,
             seconds=choice.cost.seconds,
@@ -541,7 +611,7 @@ class _Planner:
         )
 
     def _capture_memory(self, cost: CaptureCost) -> float:
-        """With as many samples at once as a capture takes; if a budget is given, no more than fit."""
+        """Return the peak bytes of a capture; with a budget, of no more samples at once than fit."""
         at_once = self.batch
         if not cost.coordinates:
             at_once = min(at_once, rows_at_once(self.shaped.prepared, self.shaped.rows))
@@ -550,11 +620,11 @@ class _Planner:
             at_once = max(1, min(at_once, fitting))
         return cost.fixed_memory + cost.row_memory * at_once
 
-    def first_that_fits(self, *, below: float) -> str:
-        """The most bytes a row that fit, in words."""
-        for dial in _DIALS:
-            keep = Keep(dial)
-            found = self.plan(keep) if keep.row_bytes < below else None
-            if found is not None and found.fits:
-                return f"keep='{dial}' fits: {format_bytes(found.disk_bytes)}"
+    def suggest_keep(self, *, below: float) -> str:
+        """Describe the most bytes per row that fit."""
+        for size in _KEEP_SIZES:
+            keep = Keep(size)
+            candidate = self.plan(keep) if keep.row_bytes < below else None
+            if candidate is not None and candidate.fits:
+                return f"keep='{size}' fits: {format_bytes(candidate.disk_bytes)}"
         return "no keep= fits: take fewer rows or layers, a smaller batch, or a larger budget"

@@ -1,9 +1,9 @@
-"""Choosing the rule of each layer, and proving it against autograd.
+"""Choose the rule of each layer, and prove it against autograd.
 
 With random weights w, autograd's gradient of sum_n w_n target_n must equal sum_n w_n gradient_n of the
 captured rows. One backward pass checks all rows of all layers at once: a wrong rule, a mistaken batch
 dimension or samples that influence each other do not pass. A rule that is proved on one batch holds for
-batches whose layers are called in the same way; any other pattern is proved on the batch that shows it first.
+batches whose layers are called in the same way; any other call pattern is proved on its first batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 from gradkeep.capturing._batches import batch_size, rows_of
-from gradkeep.capturing._keeping import Adjustments, BatchMismatchError
-from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, passed
+from gradkeep.capturing._storage import Adjustments, BatchMismatchError
+from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, is_reached
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import (
@@ -28,9 +28,9 @@ from gradkeep.capturing.rules._rules import (
     LayerUnit,
     calls_by_module,
     calls_of,
-    holder_that_ran,
+    find_called_parent,
     unit_gradients,
-    watched,
+    watched_modules,
 )
 from gradkeep.errors import CaptureError
 
@@ -45,85 +45,85 @@ if TYPE_CHECKING:
     Calls = Mapping[nn.Module, Sequence[LayerCall]]
     Pattern = tuple[Any, ...]
     Rules = dict[LayerUnit, LayerUnit | None]
-    """The unit by which each is captured in a batch; None: the loss does not depend on it."""
+    """Rule by which each unit is captured in a batch; None if the loss does not depend on it."""
 
 
 def backward_per_layer(
     target: Tensor, units: Sequence[LayerUnit], callback: Callable[[LayerUnit, Tensor], None]
 ) -> list[LayerUnit]:
-    """Give each unit's gradient `[P]` of a scalar to the callback; returns the units that have none.
+    """Pass each unit's gradient `[P]` of a scalar to the callback, and return the units without one.
 
-    A unit's turn comes when the gradients of all its weights are there; units whose weights do not all
-    take part come last. Nothing else is held: a model's gradients take as much as it does. Only the
-    gradients of stand-ins, as for 16-bit weights, come all at once.
+    A unit's callback runs when the gradients of all its weights exist; units whose weights are not all used
+    come last. No other gradients are held: all of them take as much memory as the model. Only gradients of
+    lazy parameters, such as 16-bit weights, are computed at once.
     """
-    standing_in = [unit for unit in units if has_torch_function(unit.weights)]
-    there: dict[LayerUnit, dict[Tensor, Tensor]] = {}
+    lazy = [unit for unit in units if has_torch_function(unit.weights)]
+    gradients_by_unit: dict[LayerUnit, dict[Tensor, Tensor]] = {}
     done: set[LayerUnit] = set()
-    weights = [weight for unit in standing_in for weight in unit.weights]
+    weights = [weight for unit in lazy for weight in unit.weights]
     owners = {weight: unit for unit in units for weight in unit.weights}
     if weights:
         gradients = torch.autograd.grad(target, weights, retain_graph=True, allow_unused=True)
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                there.setdefault(owners[weight], {})[weight] = gradient
+                gradients_by_unit.setdefault(owners[weight], {})[weight] = gradient
 
     @torch.no_grad()
     def finish(unit: LayerUnit) -> None:
-        own = there.pop(unit)
+        own = gradients_by_unit.pop(unit)
         parts = [
-            # To dense: of embeddings with sparse=True.
+            # Embeddings with sparse=True have sparse gradients.
             (own[w].to_dense() if w in own else torch.zeros_like(w)).reshape(-1)
             for w in unit.weights
         ]
         done.add(unit)
         callback(unit, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def arrived(weight: Tensor) -> None:
-        own = there.setdefault(owners[weight], {})  # type: ignore[index]  # a hook gets the leaf
+    def hook(weight: Tensor) -> None:
+        own = gradients_by_unit.setdefault(owners[weight], {})  # type: ignore[index]  # a hook gets the leaf
         assert weight.grad is not None
         own[weight], weight.grad = weight.grad, None
         if len(own) == len(owners[weight].weights):  # type: ignore[index]
             finish(owners[weight])  # type: ignore[index]
 
-    leaves = [weight for weight, unit in owners.items() if unit not in standing_in]
+    leaves = [weight for weight, unit in owners.items() if unit not in lazy]
     with contextlib.ExitStack() as stack:
         for weight in leaves:
             stack.callback(setattr, weight, "grad", weight.grad)
             weight.grad = None
-            handle = weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             stack.callback(handle.remove)
         if leaves:
             torch.autograd.backward(target, inputs=leaves)
-    for unit in [unit for unit in units if unit in there]:
+    for unit in [unit for unit in units if unit in gradients_by_unit]:
         finish(unit)
     return [unit for unit in units if unit not in done]
 
 
 Uncovered = Literal["dense", "error", "skip"]
 """What to do with parameters that no factor rule covers."""
-_OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
+_RULE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChosenRules:
-    """How every unit is captured from now on."""
+    """Rules by which units are captured from now on."""
 
     pieces: dict[LayerUnit, LayerGradients]
-    """The units as they are captured, and their gradients of the batch."""
+    """Units with their rules, and their gradients of the batch."""
     patterns: dict[LayerUnit, tuple[Any, ...]]
-    """How each unit's modules were called, see `call_pattern`."""
+    """Call pattern of each unit's modules, see `call_pattern`."""
     unused: tuple[LayerUnit, ...]
-    aside: frozenset[LayerUnit]
-    """Those of the unused whose modules the backward pass came by all the same."""
+    reached: frozenset[LayerUnit]
+    """Unused units whose modules the backward pass reached nevertheless."""
     skipped: tuple[LayerUnit, ...]
     tolerance: float
-    """The relative error that a proof accepts, by the precision that the model computes in."""
+    """Relative error that a proof accepts, by the model's precision."""
     example: torch.Tensor
-    """A tensor of the dtype and device of gradients."""
+    """A tensor with the dtype and device of gradients."""
     tokens: int | None
-    """T, where samples have tokens `[B, T]`."""
+    """T, if samples have tokens `[B, T]`."""
 
 
 def choose_rules(
@@ -134,14 +134,14 @@ def choose_rules(
     uncovered: Uncovered,
     single: Collection[str] = (),
 ) -> ChosenRules:
-    """Choose a way for each unit that gives autograd's gradients on this batch.
+    """Choose a rule for each unit that gives autograd's gradients on this batch.
 
-    Units named in `single` are captured by passes over single samples, whatever else would fit.
-    Cost: one forward and two backward passes, and for what only the last resort covers, one pass
-    per sample. Of autograd's gradients one layer's is held at a time, and those that no factors give.
+    Units named in `single` are captured by passes over single samples. Cost: one forward and two backward
+    passes, and one pass per sample for units that only the last resort covers. Only one layer's gradient
+    by autograd is held at a time, plus those of units without a factor rule.
     """
-    modules = [*watched(units), *tracer.model.modules()]
-    dtypes: set[torch.dtype] = set()  # of what autograd saves: parts of a model may use fewer bits
+    modules = [*watched_modules(units), *tracer.model.modules()]
+    dtypes: set[torch.dtype] = set()  # of saved tensors: parts of a model may use fewer bits
 
     def pack(tensor: Tensor) -> Tensor:
         dtypes.add(tensor.dtype)
@@ -159,31 +159,33 @@ def choose_rules(
         tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
         single=single,
     )
-    unused = backward_per_layer((target * search.weights).sum(), units, search.arrived)
-    found, last_resort = search.rules, search.try_dense()
-    used = [unit for unit in units if unit in found or unit in search.truths]
-    dense = [unit for unit in used if unit in last_resort or found[unit][0].rule in DENSE_RULES]
+    unused = backward_per_layer((target * search.weights).sum(), units, search.add_gradient)
+    rules, last_resort = search.rules, search.try_dense()
+    used = [unit for unit in units if unit in rules or unit in search.expected]
+    dense = [unit for unit in used if unit in last_resort or rules[unit][0].rule in DENSE_RULES]
     if dense and uncovered == "error":
         raise CaptureError(
-            "some parameters are covered by no factor rule",
+            "some parameters have no factor rule",
+            code="capture.uncovered",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
-            fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
+            fix="Pass uncovered='dense' to store their whole gradients, or 'skip' to "
+            "leave them out.",
         )
     if dense and uncovered == "skip":
         for unit in dense:
-            found.pop(unit, None)
+            rules.pop(unit, None)
     elif last_resort:
         search.try_whole_model(last_resort)
     return ChosenRules(
-        pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
+        pieces={rules[unit][0]: rules[unit][1] for unit in used if unit in rules},
         patterns={
             rule: call_pattern(
                 calls_of(rule, search.calls), search.rows, spread=rule.axis == "shared"
             )
-            for rule, _ in found.values()
+            for rule, _ in rules.values()
         },
         unused=tuple(unused),
-        aside=frozenset(unit for unit in unused if passed(unit, search.calls)),
+        reached=frozenset(unit for unit in unused if is_reached(unit, search.calls)),
         skipped=tuple(dense) if uncovered == "skip" else (),
         tolerance=search.tolerance,
         example=target.detach(),
@@ -192,7 +194,7 @@ def choose_rules(
 
 
 class _RuleSearch:
-    """Tries the ways to capture each unit against autograd's gradient, on one batch."""
+    """Try candidate rules of each unit against autograd's gradient, on one batch."""
 
     def __init__(
         self,
@@ -208,193 +210,198 @@ class _RuleSearch:
         self.tolerance, self.single, self.rows = tolerance, single, batch_size(batch)
         self.weights = random_weights(target, seed=0)
         self.rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
-        self.truths: dict[LayerUnit, Tensor] = {}
-        """Autograd's gradients of the units that no factors give."""
+        self.expected: dict[LayerUnit, Tensor] = {}
+        """Autograd's gradients of the units without a factor rule."""
 
-    def arrived(self, unit: LayerUnit, truth: Tensor) -> None:
-        """Try the factor rules on a unit whose gradient is there; others wait for the end of the pass."""
+    def add_gradient(self, unit: LayerUnit, gradient: Tensor) -> None:
+        """Try the factor rules on a unit with its gradient by autograd; others wait for the end."""
         if unit.name not in self.single and not is_shared(unit, self.calls, self.rows):
-            ways = ways_to_capture(self.tracer.model, unit, self.calls, rows=self.rows)
-            cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
-            if self._try(unit, cheap, truth):
+            candidates = candidate_rules(self.tracer.model, unit, self.calls, rows=self.rows)
+            cheap = itertools.takewhile(lambda rule: rule.rule not in DENSE_RULES, candidates)
+            if self._try(unit, cheap, gradient):
                 return
-        self.truths[unit] = truth
+        self.expected[unit] = gradient
 
     def try_dense(self) -> list[LayerUnit]:
-        """Try the ways that run a layer once more; returns the units that none of them fits."""
+        """Try the rules that run a layer again; return the units that none of them fits."""
         rest = []
-        for unit, truth in self.truths.items():
+        for unit, gradient in self.expected.items():
             if unit.name not in self.single:
-                if is_shared(unit, self.calls, self.rows) and self._try_spread(unit, truth):
+                if is_shared(unit, self.calls, self.rows) and self._try_spread(unit, gradient):
                     continue
                 with torch.no_grad():
-                    ways = ways_to_capture(self.tracer.model, unit, self.calls, rows=self.rows)
-                    if self._try(unit, ways, truth):
+                    candidates = candidate_rules(
+                        self.tracer.model, unit, self.calls, rows=self.rows
+                    )
+                    if self._try(unit, candidates, gradient):
                         continue
             rest.append(unit)
         return rest
 
-    def _try(self, unit: LayerUnit, ways: Iterable[LayerUnit], truth: Tensor) -> bool:
-        for way in ways:
+    def _try(self, unit: LayerUnit, candidates: Iterable[LayerUnit], gradient: Tensor) -> bool:
+        for rule in candidates:
             try:
-                piece = unit_gradients(way, calls_of(way, self.calls), rows=self.rows)
-                is_right = self._fits(piece, truth)
-            except _OTHER_WAYS:
-                # A layer that is called in another way than its rule or its first sample expects:
-                # the next way is tried, and the last one works for every model.
+                piece = unit_gradients(rule, calls_of(rule, self.calls), rows=self.rows)
+                is_right = self._fits(piece, gradient)
+            except _RULE_ERRORS:
+                # The layer is not called as this rule expects; the last rule works for every model.
                 continue
             if is_right:
-                self.rules[unit] = way, piece
+                self.rules[unit] = rule, piece
                 return True
         return False
 
-    def _try_spread(self, unit: LayerUnit, truth: Tensor) -> bool:
-        """Spread the unit's output to all samples, if the model then says and learns the same."""
-        way = dataclasses.replace(unit, axis="shared")
-        alone = dataclasses.replace(self.tracer, units=[way])
+    def _try_spread(self, unit: LayerUnit, gradient: Tensor) -> bool:
+        """Expand the unit's output to all samples, if that changes neither the target nor the gradient."""
+        rule = dataclasses.replace(unit, axis="shared")
+        alone = dataclasses.replace(self.tracer, units=[rule])
         try:
-            _, again, calls = alone.forward(list(unit.modules), self.batch)
-            if not torch.equal(again, self.target):
+            _, target, calls = alone.forward(list(unit.modules), self.batch)
+            if not torch.equal(target, self.target):
                 return False
-            fill(calls, again)
+            fill(calls, target)
             with torch.no_grad():
-                piece = unit_gradients(way, calls, rows=self.rows)
-                is_right = self._fits(piece, truth)
-        except _OTHER_WAYS:
+                piece = unit_gradients(rule, calls, rows=self.rows)
+                is_right = self._fits(piece, gradient)
+        except _RULE_ERRORS:
             return False
         if is_right:
-            self.rules[unit] = way, piece
+            self.rules[unit] = rule, piece
         return is_right
 
     def try_whole_model(self, units: Sequence[LayerUnit]) -> None:
-        """The last resort: one pass over the model for each sample."""
+        """Run the model once per sample, as a last resort."""
         whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
         measure, rows = self.tracer.measure, self.rows
         pieces = whole_model_gradients(list(whole), measure, self.batch, rows=rows)
-        for way, piece in pieces.items():
-            if not self._fits(piece, self.truths[whole[way]]):
+        for rule, piece in pieces.items():
+            if not self._fits(piece, self.expected[whole[rule]]):
                 raise CaptureError(
-                    f"layer {way.name}: the gradients of single samples do not add up to the batch's",
+                    f"layer {rule.name}: the gradients of single samples do not "
+                    "add up to that of the batch",
+                    code="capture.gradients_do_not_add_up",
                     found="samples that influence each other, or randomness in the model",
-                    fix="capture in eval mode (mode='eval'), without statistics over the batch",
+                    fix="Capture in eval mode (mode='eval'), without batch statistics.",
                 )
-            self.rules[whole[way]] = way, piece
+            self.rules[whole[rule]] = rule, piece
 
-    def _fits(self, piece: LayerGradients, truth: Tensor) -> bool:
+    def _fits(self, piece: LayerGradients, gradient: Tensor) -> bool:
         weights = self.weights.unsqueeze(0).to(piece.rows.example)
-        return fits(piece.form.weighted_sum(piece.rows, weights)[0], truth, self.tolerance)
+        return fits(piece.form.weighted_sum(piece.rows, weights)[0], gradient, self.tolerance)
 
 
 def random_weights(target: Tensor, *, seed: int) -> Tensor:
-    """Weights `[B]` between 0.5 and 1.5, the same for the same number of samples."""
+    """Draw weights `[B]` from 0.5 to 1.5, the same for the same number of samples."""
     draws = torch.rand(len(target), generator=torch.Generator().manual_seed(seed))
     return draws.add_(0.5).to(target)
 
 
 def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
-    """Whether an embedding is read once for all samples, as positions `[T]` or `[1, T]` are."""
+    """Return True if an embedding is read once for all samples, as positions `[T]` or `[1, T]`."""
     if unit.rule != "embedding" or rows < 2:
         return False
     own = [call for module in unit.modules for call in calls.get(module, ())]
     return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
 
 
-def ways_to_capture(
+def candidate_rules(
     model: nn.Module, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], *, rows: int
 ) -> Iterator[LayerUnit]:
-    """Ways to capture a unit, the cheapest first."""
+    """Yield rules that may capture a unit, the cheapest first."""
     if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
         for axis in (*SAMPLE_AXES, *INTERLEAVED):
             own = [call for module in unit.modules for call in calls[module]]
             shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
             if all(possible(shape, rows, axis) for shape in shapes):
                 yield dataclasses.replace(unit, axis=axis)
-    holder = holder_that_ran(model, unit, set(calls)) if unit.modules[0] not in calls else None
+    holder = find_called_parent(model, unit, set(calls)) if unit.modules[0] not in calls else None
     module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
     if module is None or len(unit.modules) > 1:
         return
     first = getattr(module, "batch_first", True)
-    lays: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
-    for axis in lays:
+    axes: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
+    for axis in axes:
         yield dataclasses.replace(unit, rule="module", modules=(module,), axis=axis)
     if module is not model:
-        # Of the whole model, the last resort does the same.
-        for axis in lays:
+        # For the whole model, the last resort does the same.
+        for axis in axes:
             yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
 
 
-def fits(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
-    """Whether a captured sum is autograd's, up to rounding."""
-    if found.shape != truth.shape:
+def fits(total: torch.Tensor, gradient: torch.Tensor, tolerance: float) -> bool:
+    """Return True if a captured sum equals autograd's gradient up to rounding."""
+    if total.shape != gradient.shape:
         return False
-    scale = float(truth.norm())
-    error = float((found.to(truth.dtype) - truth).norm())
-    # Not "error > bound": a NaN must not pass, unless autograd finds the same.
+    scale = float(gradient.norm())
+    error = float((total.to(gradient.dtype) - gradient).norm())
+    # Not "error > bound": NaN must not pass, unless autograd's gradient has it too.
     if error <= tolerance * scale:
         return True
-    return bool(torch.equal(found.isfinite(), truth.isfinite()) and not truth.isfinite().all())
+    return bool(
+        torch.equal(total.isfinite(), gradient.isfinite()) and not gradient.isfinite().all()
+    )
 
 
 PROOF_ROWS = 16
-"""Rows of a batch on which a new pattern is proved."""
+"""Rows of a batch on which a new call pattern is proved."""
 
 
 @dataclass(slots=True, eq=False)
 class RuleProofs:
-    """The rules that are proved, by unit and pattern, and the proof of further ones."""
+    """Proved rules by unit and call pattern; proves further ones."""
 
     originals: Mapping[str, LayerUnit]
-    """The units as the model has them, by name."""
+    """Units as the model has them, by name."""
     forms: dict[LayerUnit, AnyForm]
-    """The form of each unit's gradients, which stays the same where it can."""
+    """Form of each unit's gradients, kept in later batches if possible."""
     uncovered: Uncovered
     rows: int
-    """Rows on which a new pattern is proved, at most."""
+    """Largest number of rows on which a new pattern is proved."""
     tolerance: float = 0.0
-    """The relative error that the proofs so far accepted."""
+    """Relative error that the proofs so far accepted."""
     proofs: int = 0
-    """How many patterns were proved behind the first batch."""
+    """Number of patterns proved after the first batch."""
     modules: dict[nn.Module, None] = field(default_factory=dict)
     """Modules whose calls are needed for some pattern."""
     _rules: dict[LayerUnit, dict[Pattern, LayerUnit | None]] = field(default_factory=dict)
 
     def spread(self, units: Iterable[LayerUnit]) -> set[nn.Module]:
-        """Modules that all samples share a call of, in some pattern."""
-        found = [rule for unit in units for rule in self._rules.get(unit, {}).values()]
-        return {m for rule in found if rule and rule.axis == "shared" for m in rule.modules}
+        """Return the modules of which all samples share a call, in some pattern."""
+        rules = [rule for unit in units for rule in self._rules.get(unit, {}).values()]
+        return {m for rule in rules if rule and rule.axis == "shared" for m in rule.modules}
 
     def rules(self, units: Sequence[LayerUnit], calls: Calls, rows: int) -> Rules | None:
-        """The proved rule of each unit for these calls; None if some pattern is new."""
-        found: Rules = {}
+        """Return the proved rule of each unit for these calls; None if some pattern is new."""
+        rules: Rules = {}
         for unit in units:
             if unit.rule == "whole":
-                found[unit] = unit  # one sample at a time, whatever the batch is
+                rules[unit] = unit  # runs one sample at a time
                 continue
             known = self._rules[unit]
             pattern = call_pattern(calls_of(unit, calls), rows)
             if pattern not in known:
                 return None
-            found[unit] = known[pattern]
-        return found
+            rules[unit] = known[pattern]
+        return rules
 
     def add_first(self, chosen: ChosenRules) -> None:
-        """The rules that the first batch proved."""
+        """Add the rules that the first batch proved."""
         self.tolerance = chosen.tolerance
         for unit in chosen.pieces:
             self._rules[unit] = {chosen.patterns[unit]: unit}
-        self.modules |= dict.fromkeys(watched(list(chosen.pieces)))
+        self.modules |= dict.fromkeys(watched_modules(list(chosen.pieces)))
 
     def add_late(self, unit: LayerUnit) -> None:
-        """A unit that no batch has used so far."""
+        """Add a unit that no batch has used yet."""
         self._rules[unit] = {(): None}
-        self.modules |= dict.fromkeys(watched([unit]))
+        self.modules |= dict.fromkeys(watched_modules([unit]))
 
     def prove(
         self, tracer: Tracer, units: Sequence[LayerUnit], batch: Any, ran: Collection[LayerUnit]
     ) -> Rules:
-        """Rules that give autograd's gradients on some rows of this batch.
+        """Find rules that give autograd's gradients on some rows of this batch.
 
-        On all of its rows where the first ones do not use every layer that ran.
+        On all of its rows if the first ones do not use every layer that ran.
         """
         self.proofs += 1
         rows = batch_size(batch)
@@ -402,20 +409,20 @@ class RuleProofs:
         plain = Tracer(tracer.model, tracer.task, tracer.of)
         originals = [self.originals[unit.name] for unit in several]
         uncovered: Uncovered = "dense" if self.uncovered == "dense" else "error"
-        found: dict[str, LayerUnit] = {}
+        proved: dict[str, LayerUnit] = {}
         for count in dict.fromkeys((min(rows, self.rows), rows)):
             some = rows_of(batch, 0, count)
             chosen = choose_rules(plain, originals, some, uncovered=uncovered)
-            found = {unit.name: unit for unit in chosen.pieces}
+            proved = {unit.name: unit for unit in chosen.pieces}
             self.tolerance = max(self.tolerance, chosen.tolerance)
-            if all(unit.name in found for unit in ran):
+            if all(unit.name in proved for unit in ran):
                 break
-        rules: Rules = {unit: found.get(unit.name) for unit in several}
-        self.modules |= dict.fromkeys(watched([rule for rule in rules.values() if rule]))
+        rules: Rules = {unit: proved.get(unit.name) for unit in several}
+        self.modules |= dict.fromkeys(watched_modules([rule for rule in rules.values() if rule]))
         return rules | {unit: unit for unit in units if unit.rule == "whole"}
 
     def add(self, rules: Rules, calls: Calls, rows: int) -> None:
-        """Take rules for the patterns of a batch; two for one pattern are a contradiction."""
+        """Add rules for the call patterns of a batch; raise if a pattern has two rules."""
         contradicted = []
         for unit, rule in rules.items():
             if unit.rule == "whole":
@@ -431,16 +438,17 @@ class RuleProofs:
                 if before.axis != rule.axis or not is_same:
                     contradicted.append(unit.name)
         if contradicted:
-            raise rows_moved(contradicted)
+            raise moved_rows_error(contradicted)
 
 
-def rows_moved(names: Sequence[str], row: int | None = None) -> BatchMismatchError:
-    """The error about layers whose rows are not where the first batch had them."""
+def moved_rows_error(names: Sequence[str], row: int | None = None) -> BatchMismatchError:
+    """Build the error about layers whose rows lie elsewhere than in the first batch."""
     where = "a later batch" if row is None else f"sample {row}"
     return BatchMismatchError(
-        f"layer {names[0]}: the gradient of {where} is not autograd's",
+        f"layer {names[0]}: the captured gradient of {where} differs from autograd's",
         Adjustments(single=frozenset(names)),
-        found=f"rows of a later batch that lie elsewhere than those of the first one, in "
-        f"{len(names)} layers: {', '.join(names[:4])}",
-        fix="keep the order of samples inside of the model; or capture with batches of one row",
+        code="capture.rows_moved",
+        found=f"rows that lie elsewhere than in the first batch, in {len(names)} "
+        f"layers: {', '.join(names[:4])}",
+        fix="Keep the order of samples inside of the model, or capture with batches of one row.",
     )

@@ -1,7 +1,7 @@
-"""A model made ready for replay: its mode, precision, compiled and checkpointed parts, and weights.
+"""Prepare a model for replay: its mode, precision, compiled and checkpointed parts, and weights.
 
-Weights of 16 bits are widened and offloaded ones fetched when an operation needs them: each such
-parameter is replaced by a stand-in of its shape that holds one number, and no second model is held.
+16-bit weights are widened, and offloaded ones loaded, when an operation needs them: each such parameter is
+replaced by a `LazyParameter` of its shape that holds one number, so no second model is held in memory.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ if TYPE_CHECKING:
 
 
 LOW = (torch.bfloat16, torch.float16)
-"""Types with too few digits for exact gradients."""
+"""Dtypes with too few digits for exact gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightSource:
-    """Where a weight is kept, and as what it is computed with."""
+    """Loads a weight in the dtype and on the device that it is computed with."""
 
-    kept: Callable[[], torch.Tensor]
+    load: Callable[[], torch.Tensor]
     dtype: torch.dtype
     device: torch.device
 
     def value(self) -> torch.Tensor:
-        """The weight as it is computed with; made anew each time, if it is kept otherwise."""
+        """Return the weight as it is computed with."""
         with torch.no_grad():
-            return self.kept().detach().to(self.device, self.dtype)
+            return self.load().detach().to(self.device, self.dtype)
 
 
-class StandIn(nn.Parameter):
-    """A parameter of which only the shape is held; every operation is given the weight itself."""
+class LazyParameter(nn.Parameter):
+    """A parameter that holds only a shape; every operation gets the weight from its source."""
 
     source: WeightSource
 
     @staticmethod
-    def of(source: WeightSource, shape: torch.Size, *, trained: bool) -> StandIn:
-        """A leaf of autograd that stands for a weight."""
-        # Not a number: what gets past the operations below must not look like a weight.
+    def of(source: WeightSource, shape: torch.Size, *, trained: bool) -> LazyParameter:
+        """Create an autograd leaf for a weight."""
+        # NaN: operations that are not intercepted must not see a plausible weight.
         nothing = torch.full((), torch.nan, dtype=source.dtype, device=source.device)
-        made = torch.Tensor._make_subclass(StandIn, nothing.expand(shape), trained)
-        made.source = source
-        return made
+        parameter = torch.Tensor._make_subclass(LazyParameter, nothing.expand(shape), trained)
+        parameter.source = source
+        return parameter
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = (args, dict(kwargs or {}))
+        inputs = (args, dict(kwargs or {}))
         if func is torch.autograd.grad:
-            # By edges, since no stand-in may be without its weight while a backward pass runs:
-            # checkpointed parts of the model run again in it.
+            # By edges: checkpointed parts of the model run again in the backward pass, and need
+            # lazy parameters then.
             with torch._C.DisableTorchFunctionSubclass():
-                given = tree_map_only(StandIn, get_gradient_edge, given)
-            return torch.autograd.grad(*given[0], **given[1])
-        if func in _SAID_BY_ITSELF or getattr(func, "__self__", None) in _PROPERTIES:
+                inputs = tree_map_only(LazyParameter, get_gradient_edge, inputs)
+            return torch.autograd.grad(*inputs[0], **inputs[1])
+        if func in _SHAPE_FUNCTIONS or getattr(func, "__self__", None) in _PROPERTIES:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*given[0], **given[1])
+                return func(*inputs[0], **inputs[1])
         with torch._C.DisableTorchFunctionSubclass(), contextlib.ExitStack() as stack:
-            made = _Made()
-            used = tree_map_only(StandIn, made.weight, given)
+            weights = _OperationWeights()
+            used = tree_map_only(LazyParameter, weights.weight, inputs)
             if torch.is_grad_enabled():
-                stack.enter_context(made.saved())
+                stack.enter_context(weights.saved())
             return func(*used[0], **used[1])
 
 
@@ -87,8 +87,8 @@ _PROPERTIES = {
     if type(getattr(torch.Tensor, name)).__name__ in ("getset_descriptor", "property")
     and name not in ("T", "mT", "H", "mH", "data", "real", "imag")
 }
-"""Of which the stand-in itself can tell: its shape, type, place, gradient."""
-_SAID_BY_ITSELF = {
+"""Properties that need no weight: shape, dtype, device, gradient."""
+_SHAPE_FUNCTIONS = {
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
@@ -104,11 +104,11 @@ _SAID_BY_ITSELF = {
 }
 
 
-class _Fetched(torch.autograd.Function):
-    """The weight as the stand-in's child: the gradient goes back to the stand-in as it is."""
+class _FetchWeight(torch.autograd.Function):
+    """Return the weight as a function of the lazy parameter, which gets its gradient unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, standing: torch.Tensor, source: WeightSource) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, source: WeightSource) -> torch.Tensor:
         return source.value()
 
     @staticmethod
@@ -116,17 +116,17 @@ class _Fetched(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Made:
+class _OperationWeights:
     """The weights of one operation."""
 
     def __init__(self) -> None:
         self._sources: dict[int, WeightSource] = {}
 
-    def weight(self, standing: StandIn) -> torch.Tensor:
-        source = standing.source
+    def weight(self, parameter: LazyParameter) -> torch.Tensor:
+        source = parameter.source
         tensor: torch.Tensor
-        if standing.requires_grad and torch.is_grad_enabled():
-            tensor = _Fetched.apply(standing, source)  # type: ignore[no-untyped-call]
+        if parameter.requires_grad and torch.is_grad_enabled():
+            tensor = _FetchWeight.apply(parameter, source)  # type: ignore[no-untyped-call]
         else:
             tensor = source.value()
         if tensor.numel():
@@ -134,8 +134,8 @@ class _Made:
         return tensor
 
     def saved(self) -> contextlib.AbstractContextManager[Any]:
-        """Autograd keeps where weights come from; all else as it would have."""
-        # Hooks of a caller, such as checkpointing, stay in place for all other tensors.
+        """Make autograd save the sources of weights instead of weights."""
+        # Hooks of a caller, such as checkpointing, still apply to all other tensors.
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         around = None if top is None else top(False)
         sources = self._sources
@@ -154,36 +154,38 @@ class _Made:
             if isinstance(source, WeightSource) and place is not None:
                 return source.value().as_strided(*place)
             assert around is not None
-            found: torch.Tensor = around[1](source)
-            return found
+            tensor: torch.Tensor = around[1](source)
+            return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def kept_value(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as the model's owner keeps it, where a stand-in stands for it."""
-    return weight.source.kept() if isinstance(weight, StandIn) else weight
+def stored_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight as the model's owner stores it."""
+    return weight.source.load() if isinstance(weight, LazyParameter) else weight
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module, sources: Mapping[nn.Parameter, WeightSource]) -> Iterator[None]:
-    """Stand-ins in place of these parameters until the block ends, and wide buffers for 16-bit ones.
+def lazy_parameters(
+    model: nn.Module, sources: Mapping[nn.Parameter, WeightSource]
+) -> Iterator[None]:
+    """Replace these parameters by lazy ones until the block ends, and widen 16-bit buffers.
 
-    Parameters with one source get one stand-in: they are tied.
+    Parameters with one source get one lazy parameter: they are tied.
     """
-    made: dict[WeightSource, StandIn] = {}
+    lazy: dict[WeightSource, LazyParameter] = {}
     with contextlib.ExitStack() as stack:
         for module in list(model.modules()):
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or parameter not in sources:
                     continue
                 source = sources[parameter]
-                if source not in made:
-                    made[source] = StandIn.of(
+                if source not in lazy:
+                    lazy[source] = LazyParameter.of(
                         source, parameter.shape, trained=parameter.requires_grad
                     )
                 stack.callback(setattr, module, name, parameter)
-                setattr(module, name, made[source])
+                setattr(module, name, lazy[source])
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None and buffer.dtype in LOW and not buffer.is_meta:
                     stack.callback(module._buffers.__setitem__, name, buffer)
@@ -192,41 +194,42 @@ def standing_in(model: nn.Module, sources: Mapping[nn.Parameter, WeightSource]) 
 
 
 def on_device(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The same function with its inputs moved to a device first."""
+    """Wrap a function so that its inputs are moved to a device first."""
 
     @functools.wraps(forward)
     def moved(*args: Any, **kwargs: Any) -> Any:
-        given = (args, kwargs)
-        if tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.device != device, given):
-            given = tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), given)
-        return forward(*given[0], **given[1])
+        inputs = (args, kwargs)
+        if tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.device != device, inputs):
+            inputs = tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), inputs)
+        return forward(*inputs[0], **inputs[1])
 
     return moved
 
 
 @contextlib.contextmanager
-def weights_at_hand(model: nn.Module) -> Iterator[list[str]]:
-    """The model with all weights in full precision and where they are computed with, one at a time.
+def full_precision_weights(model: nn.Module) -> Iterator[list[str]]:
+    """Give the model all weights in full precision and on their device, one at a time, within the block.
 
-    Gives notes about what was done. 16-bit weights are widened, offloaded ones fetched, by the
-    operation; a model that has neither is left alone. Afterwards everything is as it was.
+    Yields notes for the user. Operations widen 16-bit weights and load offloaded ones; other models stay
+    unchanged. Everything is restored afterwards.
     """
     sources = _offloaded(model)
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, StandIn):
-            yield []  # it is at hand already
+        if isinstance(parameter, LazyParameter):
+            yield []  # an outer block did this
             return
         if parameter not in sources and parameter.is_meta:
             raise CaptureError(
                 "the model's weights are not loaded",
+                code="capture.weights_not_loaded",
                 found=f"{name} on the meta device, and nothing that would fetch it",
-                fix="load the weights first: from_pretrained(folder), or model.to_empty(device=...) "
-                "and load_state_dict",
+                fix="Load the weights first: from_pretrained(folder), or "
+                "model.to_empty(device=...) and load_state_dict.",
             )
-        is_plain = type(parameter) in (nn.Parameter, torch.Tensor)  # not a quantised one
+        is_plain = type(parameter) in (nn.Parameter, torch.Tensor)  # not a quantized one
         if parameter not in sources and parameter.dtype in LOW and is_plain:
-            kept = functools.partial(torch.Tensor.detach, parameter)
-            sources[parameter] = WeightSource(kept, torch.float32, parameter.device)
+            load = functools.partial(torch.Tensor.detach, parameter)
+            sources[parameter] = WeightSource(load, torch.float32, parameter.device)
     if not sources:
         yield []
         return
@@ -235,7 +238,7 @@ def weights_at_hand(model: nn.Module) -> Iterator[list[str]]:
         f"weights in {' and '.join(low)} were computed with as float32, layer by layer: these are "
         "the gradients of model.float()"
     )
-    with _own_forward(model), standing_in(model, sources):
+    with _own_forward(model), lazy_parameters(model, sources):
         hook = model.register_forward_pre_hook(_widened, with_kwargs=True)
         try:
             yield [note] if low else []
@@ -244,32 +247,33 @@ def weights_at_hand(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Inputs of 16 bits as wide as the weights are computed with."""
+    """Widen 16-bit inputs to float32."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype in LOW else tensor
 
-    found: tuple[Any, Any] = tree_map_only(torch.Tensor, wide, (args, kwargs))
-    return found
+    inputs: tuple[Any, Any] = tree_map_only(torch.Tensor, wide, (args, kwargs))
+    return inputs
 
 
 def check_recomputable(model: nn.Module) -> None:
-    """Raise if activations cannot be dropped and made again, as a budget by fraction does it."""
-    if any(isinstance(parameter, StandIn) for parameter in model.parameters()):
+    """Raise if activations cannot be evicted and recomputed, as a budget by fraction does."""
+    if any(isinstance(parameter, LazyParameter) for parameter in model.parameters()):
         raise CaptureError(
-            "a memory budget by fraction needs weights as they are computed with",
-            fix="give the budget in bytes, such as memory_budget='2GiB', or capture model.float()",
+            "a memory budget by fraction does not work with 16-bit or offloaded weights",
+            code="capture.fraction_needs_float32",
+            fix="Give the budget in bytes, such as memory_budget='2GiB', or capture model.float().",
         )
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """What accelerate runs around a module's forward."""
+    """Return accelerate's hooks around a module's forward."""
     hook = getattr(module, "_hf_hook", None)
     return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
 
 
 def _offloading(module: nn.Module) -> Any:
-    """The hook that fetches a module's weights before it runs, if there is one."""
+    """Return the hook that loads a module's weights before it runs, if any."""
     for hook in _hooks(module):
         if getattr(hook, "offload", False) and getattr(hook, "weights_map", None) is not None:
             return hook
@@ -277,7 +281,7 @@ def _offloading(module: nn.Module) -> Any:
 
 
 def execution_device(model: nn.Module) -> torch.device | None:
-    """Where a model computes whose weights are kept elsewhere."""
+    """Return the device that a model with offloaded weights computes on."""
     for module in model.modules():
         for hook in _hooks(module):
             device = getattr(hook, "execution_device", None)
@@ -287,8 +291,8 @@ def execution_device(model: nn.Module) -> torch.device | None:
 
 
 def _offloaded(model: nn.Module) -> dict[nn.Parameter, WeightSource]:
-    """The sources of all weights that hooks fetch; one source for weights that are tied."""
-    found: dict[nn.Parameter, WeightSource] = {}
+    """Return the sources of all weights that hooks load; tied weights share a source."""
+    sources: dict[nn.Parameter, WeightSource] = {}
     places: dict[tuple[Any, ...], WeightSource] = {}
     for module in model.modules():
         hook = _offloading(module)
@@ -300,36 +304,36 @@ def _offloaded(model: nn.Module) -> dict[nn.Parameter, WeightSource]:
                 continue
             value = hook.weights_map[name]
             dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
-            kept: Any = functools.partial(operator.getitem, hook.weights_map, name)
-            source = WeightSource(kept, dtype, device)
+            load: Any = functools.partial(operator.getitem, hook.weights_map, name)
+            source = WeightSource(load, dtype, device)
             if value.device.type != "meta" and not _is_mapped(hook, value):
                 place = (value.data_ptr(), value.shape, value.stride(), device)
                 source = places.setdefault(place, source)
-            found[parameter] = source
-    _tie(model, found)
-    return found
+            sources[parameter] = source
+    _tie(model, sources)
+    return sources
 
 
 def _is_mapped(hook: Any, value: torch.Tensor) -> bool:
-    """Whether a weight is read from a file, so that its place in memory is another each time."""
-    kept = getattr(hook.weights_map, "dataset", hook.weights_map)
-    held = getattr(kept, "state_dict", kept)
+    """Return True if a weight is read from a file, so that its address changes each time."""
+    dataset = getattr(hook.weights_map, "dataset", hook.weights_map)
+    held = getattr(dataset, "state_dict", dataset)
     return not (hasattr(held, "values") and any(one is value for one in held.values()))
 
 
-def _tie(model: Any, found: dict[nn.Parameter, WeightSource]) -> None:
-    """One source for an embedding and a head that are tied: files do not tell."""
+def _tie(model: Any, sources: dict[nn.Parameter, WeightSource]) -> None:
+    """Share the source of a tied embedding and head, which files do not mark."""
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if not tied or not hasattr(model, "get_output_embeddings"):
         return
     low, high = model.get_input_embeddings(), model.get_output_embeddings()
-    if getattr(low, "weight", None) in found and getattr(high, "weight", None) in found:
-        found[high.weight] = found[low.weight]
+    if getattr(low, "weight", None) in sources and getattr(high, "weight", None) in sources:
+        sources[high.weight] = sources[low.weight]
 
 
 @contextlib.contextmanager
 def _own_forward(model: nn.Module) -> Iterator[None]:
-    """Modules without the hooks that fetch their weights; inputs still go where they are computed."""
+    """Remove the hooks that load weights; inputs are still moved to the module's device."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             hook = _offloading(module)
@@ -343,20 +347,22 @@ def _own_forward(model: nn.Module) -> Iterator[None]:
 
 
 Mode = Literal["eval", "train"]
-"""How dropout and batch normalization behave while a model is replayed."""
+"""Behavior of dropout and batch normalization during replay."""
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = nn.modules.dropout._DropoutNd
 
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
-    """The model in the chosen mode until the block ends; then every module is as it was.
+    """Put the model in a mode until the block ends; then restore every module.
 
-    Without a choice a model in train mode is taken only if that changes nothing.
+    Without a mode, a model in train mode is accepted only if that changes nothing.
     """
     _check_precision(model)
     if mode is not None and (not isinstance(mode, str) or mode not in ("eval", "train")):
-        raise CaptureError(f"no mode {mode!r}", expected="'eval' or 'train'")
+        raise CaptureError(
+            "mode must be 'eval' or 'train'", code="argument.invalid", found=repr(mode)
+        )
     flags = {module: module.training for module in model.modules()}
     try:
         if mode is not None:
@@ -368,19 +374,20 @@ def in_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
             module.training = training
 
 
-def draws_at_random(model: nn.Module) -> bool:
-    """Whether two passes over the same samples differ, as with dropout in train mode."""
-    return any(module.training and _is_random(module) for module in model.modules())
+def has_active_dropout(model: nn.Module) -> bool:
+    """Return True if two passes over the same samples differ, as with dropout in train mode."""
+    return any(module.training and _uses_dropout(module) for module in model.modules())
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are, or where it computes if they are kept elsewhere."""
+    """Return the device of the model's parameters, or its execution device if they are offloaded."""
     for parameter in model.parameters():
         return (execution_device(model) if parameter.is_meta else None) or parameter.device
     raise CaptureError(
-        "the model has no parameters, so there are no gradients to keep",
+        "the model has no parameters, so it has no gradients",
+        code="capture.no_parameters",
         found=type(model).__name__,
-        fix="capture a model with trainable parameters",
+        fix="Capture a model with trainable parameters.",
     )
 
 
@@ -390,19 +397,21 @@ def _check_training(model: nn.Module, *, chosen: bool) -> None:
             continue
         if isinstance(module, _BATCH_NORMS):
             raise CaptureError(
-                f"layer {name} is a {type(module).__name__} in train mode: it normalises with the "
-                f"statistics of the batch, so a sample has no gradient of its own",
-                fix="call model.eval() first, or pass mode='eval'",
+                f"layer {name} is a {type(module).__name__} in train mode, which "
+                "normalizes with the statistics of the batch",
+                code="capture.batch_statistics",
+                fix="Call model.eval() first, or pass mode='eval'.",
             )
-        if not chosen and _is_random(module):
+        if not chosen and _uses_dropout(module):
             raise CaptureError(
-                f"layer {name} is a {type(module).__name__} in train mode: the gradients would "
-                f"belong to a random model",
-                fix="pass mode='eval', or mode='train' if that is what you want",
+                f"layer {name} is a {type(module).__name__} in train mode, so "
+                "the gradients would be random",
+                code="capture.random_model",
+                fix="Pass mode='eval', or mode='train' to store the gradients of random passes.",
             )
 
 
-def _is_random(module: nn.Module) -> bool:
+def _uses_dropout(module: nn.Module) -> bool:
     if isinstance(module, _DROPOUTS):
         return module.p > 0
     return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
@@ -413,41 +422,42 @@ def _check_precision(model: nn.Module) -> None:
     if not kinds:
         raise CaptureError(
             "the model has no trainable parameter",
-            fix="set requires_grad=True on the parameters whose gradients are wanted",
+            code="capture.no_trainable_parameter",
+            fix="Set requires_grad=True on the parameters whose gradients you need.",
         )
     low = kinds - {torch.float32, torch.float64}
     if low:
         raise CaptureError(
             "the model's weights have too few digits for exact gradients",
+            code="capture.low_precision",
             found=", ".join(sorted(str(kind) for kind in low)),
-            fix="capture model.float(); what is kept may be 16 bits wide: encoding='bfloat16'",
+            fix="Capture model.float(); stored gradients may have 16 bits: encoding='bfloat16'.",
         )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given: its layers have the names they had."""
+    """Return the module that was passed to `torch.compile`, whose layers have their original names."""
     own = getattr(model, "_orig_mod", None)
     return own if isinstance(own, torch.nn.Module) else model
 
 
 @contextlib.contextmanager
 def ready(model: nn.Module) -> Iterator[list[str]]:
-    """The model as it can be replayed, until the block ends; gives notes about what that changed.
+    """Prepare the model for replay until the block ends; yields notes for the user.
 
-    Compiled parts run as they are written: their layers could not be watched else. Parts under
-    `torch.utils.checkpoint` run without re-entering autograd, with the same numbers. Weights are at
-    hand in full precision. Another thread that wants the same model waits: what watches a layer would
-    see the passes of both.
+    Compiled parts run eagerly, since hooks need their layers. Parts under `torch.utils.checkpoint` run
+    without re-entering autograd, with the same numbers. Weights have full precision. Other threads that
+    use the same model wait, since hooks would see the passes of both.
     """
-    with _making_locks:
+    with _locks_guard:
         lock = _locks.setdefault(model, threading.RLock())
     with lock, contextlib.ExitStack() as stack:
-        stack.enter_context(_openly())
-        yield stack.enter_context(weights_at_hand(model))
+        stack.enter_context(_eager_mode())
+        yield stack.enter_context(full_precision_weights(model))
 
 
-class _Openly:
-    """In place of the function that hides what it runs from autograd, and so from a capture."""
+class _NonReentrantCheckpoint:
+    """Replaces torch's re-entrant checkpoint, which hides its layers from autograd."""
 
     @staticmethod
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -457,8 +467,8 @@ class _Openly:
 
 
 @dataclass(slots=True)
-class _Opened:
-    """What is switched in torch itself, for how many threads: the last one puts it back."""
+class _EagerState:
+    """Changes to torch itself, and the number of threads that use them; the last one restores torch."""
 
     users: int = 0
     switched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -466,28 +476,49 @@ class _Opened:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_opened = _Opened()
+_eager_state = _EagerState()
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_making_locks = threading.Lock()
+_locks_guard = threading.Lock()
 
 
 @contextlib.contextmanager
-def _openly() -> Iterator[None]:
-    """Compiled code runs as it is written, and checkpoints without re-entering, while any thread wants it."""
-    with _opened.lock:
-        if not _opened.users:
+def _eager_mode() -> Iterator[None]:
+    """Run compiled code eagerly, and checkpoints without re-entering, while any thread needs it."""
+    with _eager_state.lock:
+        if not _eager_state.users:
             hidden = checkpointing.CheckpointFunction
-            checkpointing.CheckpointFunction = _Openly  # type: ignore[assignment, misc]
-            _opened.switched.callback(setattr, checkpointing, "CheckpointFunction", hidden)
-        if "torch._dynamo" in sys.modules and not _opened.eager:  # else nothing was compiled
-            _opened.switched.enter_context(torch.compiler.set_stance("force_eager"))
-            _opened.eager = True
-        _opened.users += 1
+            checkpointing.CheckpointFunction = _NonReentrantCheckpoint  # type: ignore[assignment, misc]
+            _eager_state.switched.callback(setattr, checkpointing, "CheckpointFunction", hidden)
+        if "torch._dynamo" in sys.modules and not _eager_state.eager:  # else nothing was compiled
+            _eager_state.switched.enter_context(torch.compiler.set_stance("force_eager"))
+            _eager_state.eager = True
+        _eager_state.users += 1
     try:
         yield
     finally:
-        with _opened.lock:
-            _opened.users -= 1
-            if not _opened.users:
-                _opened.switched.close()
-                _opened.eager = False
+        with _eager_state.lock:
+            _eager_state.users -= 1
+            if not _eager_state.users:
+                _eager_state.switched.close()
+                _eager_state.eager = False
+
+
+@contextlib.contextmanager
+def moved_to(model: nn.Module, device: str | torch.device | None) -> Iterator[None]:
+    """Move the model to a device within the block, and back afterwards; None leaves it."""
+    if device is None:
+        yield
+        return
+    before = device_of(model)
+    try:
+        model.to(torch.device(device))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise CaptureError(
+            "device cannot be used",
+            code="capture.device",
+            found=f"{device}: {str(error).splitlines()[0]}",
+        ) from error
+    try:
+        yield
+    finally:
+        model.to(before)

@@ -1,4 +1,4 @@
-"""Keeping gradients while a model trains: hooks around a loop that is already there."""
+"""Store gradients while a model trains: hooks around an existing training loop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep._arguments import flag, one_of, optional
-from gradkeep.capturing._keeping import choose_storage, rows_to_store
-from gradkeep.capturing._loader import checked_ids, plain
+from gradkeep.capturing._loader import parse_ids, plain
 from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
-from gradkeep.capturing._resume import earlier_run
+from gradkeep.capturing._resume import find_earlier_run
 from gradkeep.capturing._rows import arrays_for, norm_values
+from gradkeep.capturing._storage import choose_storage, rows_to_store
 from gradkeep.capturing._tracer import LayerCall, watching
 from gradkeep.capturing.rules._layers import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.rules._layers import SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.query._layers import LayerChoice
@@ -51,7 +51,12 @@ Reduction = Literal["mean", "sum"]
 
 
 class GradientRecording:
-    """A recording under way; made by `gk.recording`."""
+    """A running recording, created by `gk.recording`.
+
+    Attributes:
+        key: Key of the capture in the store.
+        rows: Rows recorded so far.
+    """
 
     def __init__(
         self,
@@ -68,25 +73,30 @@ class GradientRecording:
         self._store, self._model, self._units = store, model, list(units)
         self._reduction, self._encoding = reduction, encoding
         self._batch_first = batch_first
-        self._kept: list[LayerKeeping] | None = None
+        self._layers: list[LayerStorage] | None = None
         self._writer: Writer | None = None
         self._names: tuple[str, ...] = ()
         self._step = 0
         self._patterns: set[int] = set()
-        self._told_unproved = False
+        self._warned_unproved = False
         self.rows = 0
 
     @contextlib.contextmanager
     def batch(
         self, ids: Any, *, divisor: float | None = None, keep: Mapping[str, Any] | None = None
     ) -> Iterator[None]:
-        """Keep the gradients of the backward pass that runs inside of the block.
+        """Store the gradients of the backward pass that runs inside of the block.
 
-        `ids [B]` name the samples. The loss may be a mean or a sum, as `gk.recording` was told; a
-        loss with another divisor (valid tokens, class weights, a loss scale) gives it here, and
-        it is multiplied back. `keep` holds further values `[B]` of the samples.
+        Args:
+            ids: Ids `[B]` of the samples.
+            divisor: Divisor of the loss if it is neither the mean nor the sum that `gk.recording` expects:
+                a number of valid tokens, class weights, a loss scale. Gradients are multiplied by it.
+            keep: Further values `[B]` to store with the samples, by name.
+
+        Raises:
+            CaptureError: The recorded rows are not the samples' own gradients.
         """
-        own = checked_ids(ids)
+        own = parse_ids(ids)
         modules = [module for unit in self._units for module in unit.modules]
         with watching(modules, by_hooks=True) as calls, self._checking(calls, len(own)) as sums:
             yield
@@ -97,23 +107,22 @@ class GradientRecording:
 
     @contextlib.contextmanager
     def _checking(self, calls: list[LayerCall], rows: int) -> Iterator[WeightGradients]:
-        """Check the step that runs inside of the block, if its turn has come or its shapes are new."""
+        """Check the step that runs inside of the block, if a check is due or its shapes are new."""
         step = self._step
-        # A step of every power of two, too: early steps are cheap to lose, late ones are many.
+        # The first four steps, every 64th, and powers of two.
         scheduled = step < 4 or step % 64 == 0 or step.bit_count() == 1
-        probed = _Turn(functools.partial(self._is_new, calls, rows), scheduled)
-        # First steps whose sums are compared, first steps that are probed, and how often later
-        # steps are.
-        summed = _Turn(probed, step < 8)
-        sums = WeightGradients(self._units, wanted=summed)
+        probed = _Latch(functools.partial(self._is_new, calls, rows), scheduled)
+        # Sums are also compared in the first eight steps.
+        summed = _Latch(probed, step < 8)
+        sums = WeightGradients(self._units, enabled=summed)
         axes = functools.partial(self._axes_by_module, rows=rows)
         with contextlib.ExitStack() as stack:
             stack.enter_context(sums.collecting())
-            # Probes run the model and the loss again, which a budget's plan does not expect.
+            # Probes run the model and the loss again, which a memory plan does not expect.
             if rows > 1 and not budget_is_active():
                 probes = ProbedStep(self._model, calls, rows, (step * 7) % rows, axes)
-                sample = SampleProbe(probes, wanted=probed, batch_first=self._batch_first)
-                # A loop may call parts of the model by themselves; hooks on all of them take time.
+                sample = SampleProbe(probes, enabled=probed, batch_first=self._batch_first)
+                # A loop may call parts of the model directly; hooks on all of them take time.
                 modules = self._model.modules() if scheduled else [self._model]
                 stack.enter_context(sample.watching(modules))
                 if scheduled:
@@ -123,10 +132,9 @@ class GradientRecording:
             yield sums
 
     def _is_new(self, calls: Sequence[LayerCall], rows: int) -> bool:
-        """Whether no earlier step called the layers with these shapes; notes them."""
+        """Return True if no earlier step called the layers with these shapes, and remember them."""
         pattern = hash((rows, *((id(call.module), call.shapes) for call in calls)))
-        # Patterns of shapes that are checked when they first occur; a bound for lengths that
-        # never repeat.
+        # At most 64 patterns: sequence lengths may never repeat.
         if pattern in self._patterns or len(self._patterns) >= 64:
             return False
         self._patterns.add(pattern)
@@ -135,7 +143,7 @@ class GradientRecording:
     def _axes_by_module(
         self, calls: Sequence[LayerCall], *, rows: int
     ) -> dict[nn.Module, SampleAxis]:
-        """How samples lie in the calls of each module, where their shapes tell."""
+        """Return the sample axis of each module's calls, where their shapes determine it."""
         by_module = calls_by_module(calls)
         units = [unit for unit in self._units if any(m in by_module for m in unit.modules)]
         try:
@@ -145,10 +153,10 @@ class GradientRecording:
         return {module: axis for unit, axis in axes.items() for module in unit.modules}
 
     def _warn_unproved(self, reason: str) -> None:
-        if not self._told_unproved:
-            self._told_unproved = True
+        if not self._warned_unproved:
+            self._warned_unproved = True
             warnings.warn(
-                f"it cannot be checked that the loss is a sum over samples: {reason}",
+                f"that the loss is a sum over samples cannot be checked: {reason}",
                 CaptureWarning,
                 stacklevel=2,
             )
@@ -168,9 +176,10 @@ class GradientRecording:
                 continue
             if call.differentiated:
                 raise CaptureError(
-                    "a gradient of gradients was taken inside of batch()",
-                    found="a backward pass with create_graph=True, as for gradient penalties",
-                    fix="record the batches without it; or replay the checkpoint with gk.capture",
+                    "a backward pass inside of batch() can itself be differentiated",
+                    code="capture.double_backward",
+                    found="create_graph=True, as for gradient penalties",
+                    fix="Record batches without it, or replay the checkpoint with gk.capture.",
                 )
             dtype = next(call.module.parameters()).dtype
             tensors = [call.input, *(s for s in call.suffixes if s is not None)]
@@ -185,7 +194,8 @@ class GradientRecording:
         if not by_module:
             raise CaptureError(
                 "no backward pass ran through the chosen layers inside of batch()",
-                fix="put the forward pass and loss.backward() inside of `with rec.batch(ids):`",
+                code="capture.no_backward",
+                fix="Put the forward pass and loss.backward() inside of `with rec.batch(ids):`.",
             )
         axes = self._axes(by_module, len(ids), self._units)
         pieces = {
@@ -197,21 +207,27 @@ class GradientRecording:
         if sums.complete:
             sums.check(pieces, rows=len(ids), scale=scale, autocast=autocast)
         if self._writer is None:
-            _tell_flat(axes, by_module, len(ids))
-        if self._kept is None:
-            self._kept = choose_storage(pieces, encoding=self._encoding, wanted={}, tolerance=0.0)
-        factors, arrays = rows_to_store(self._kept, pieces)
+            _warn_flat(axes, by_module, len(ids))
+        if self._layers is None:
+            self._layers = choose_storage(
+                pieces, encoding=self._encoding, requested={}, tolerance=0.0
+            )
+        factors, arrays = rows_to_store(self._layers, pieces)
         values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
-        values |= norm_values(self._kept, factors)
+        values |= norm_values(self._layers, factors)
         finite = np.isfinite(values["norms"]).all(1)
         if not finite.all():
-            raise CaptureError(f"the gradient of sample {ids[finite.argmin()]} is not a number")
+            raise CaptureError(
+                f"the gradient of sample {ids[finite.argmin()]} is not finite",
+                code="capture.infinite_gradient",
+            )
         if self._writer is None:
             self._writer = self._store.write(self.key, self._schema(values))
             self._names = tuple(values)
         if tuple(values) != self._names:
             raise CaptureError(
-                "every batch must keep the same values",
+                "batches must store the same values",
+                code="capture.other_values",
                 found=", ".join(values),
                 expected=", ".join(self._names),
             )
@@ -224,47 +240,46 @@ class GradientRecording:
         rows: int,
         units: Sequence[LayerUnit],
     ) -> dict[LayerUnit, SampleAxis]:
-        """Along which dimension each layer's samples lie.
+        """Return the dimension along which each layer's samples lie.
 
-        Sequences of as many steps as there are samples leave it open: then it is what other layers or earlier
-        batches showed, or what was said.
+        It is ambiguous for sequences with as many steps as there are samples: then other layers, earlier batches
+        or `batch_first` decide.
         """
-        found = {unit: _possible_axes(unit, calls, rows) for unit in units}
-        open_ones = []
-        for unit, axes in found.items():
+        candidates = {unit: _possible_axes(unit, calls, rows) for unit in units}
+        ambiguous = []
+        for unit, axes in candidates.items():
             values = _calls_of(unit, calls)[0].input
             # Steps of samples, `[B, T, D]` or tokens `[B, T]`; images have their channels there.
             is_sequence = values.dim() == (3 if values.dtype.is_floating_point else 2)
             if axes[:2] == ["first", "second"] and is_sequence:
-                open_ones.append(unit)
+                ambiguous.append(unit)
         if self._batch_first is None:
-            certain = {axes[0] for unit, axes in found.items() if unit not in open_ones}
+            certain = {axes[0] for unit, axes in candidates.items() if unit not in ambiguous}
             if len(certain) == 1 and not certain <= {"flat"}:
                 self._batch_first = certain == {"first"}
-        if open_ones and self._batch_first is None:
+        if ambiguous and self._batch_first is None:
             warnings.warn(
-                f"layer {open_ones[0].name} is called with as many steps as samples, {rows}: the first "
-                "dimension is taken for the samples; pass batch_first=True to say so, or batch_first=False "
-                "if it is the second",
+                f"layer {ambiguous[0].name} is called with as many steps as samples, {rows}: the first "
+                "dimension is assumed to be the samples; pass batch_first=True to confirm this, or "
+                "batch_first=False if it is the second",
                 CaptureWarning,
                 stacklevel=5,
             )
             self._batch_first = True
-        for unit in open_ones:
-            found[unit] = ["first" if self._batch_first else "second"]
-        return {unit: axes[0] for unit, axes in found.items()}
+        for unit in ambiguous:
+            candidates[unit] = ["first" if self._batch_first else "second"]
+        return {unit: axes[0] for unit, axes in candidates.items()}
 
     def _schema(self, values: Mapping[str, Any]) -> Schema:
-        assert self._kept is not None
+        assert self._layers is not None
         return gs.Schema(
-            arrays=(*arrays_for(values), *(a for kept in self._kept for a in kept.arrays)),
+            arrays=(*arrays_for(values), *(a for layer in self._layers for a in layer.arrays)),
             layers=tuple(
                 gs.Layer(k.unit.name, k.unit.type, k.unit.size, form_to_fields(k.form))
-                for k in self._kept
+                for k in self._layers
             ),
             fingerprints={
-                # The weights move on between batches: rows of one recording belong together,
-                # and to nothing else.
+                # Weights change between batches: rows of a recording only match each other.
                 "weights": f"recording {self.key.run} {self.key.checkpoint}",
                 "of": "loss",
                 "model": type(self._model).__name__,
@@ -272,7 +287,7 @@ class GradientRecording:
         )
 
     def finish(self) -> None:
-        """Seal what was recorded."""
+        """Seal the recorded rows."""
         if self._writer is not None:
             self._writer.seal()
 
@@ -283,15 +298,15 @@ class GradientRecording:
 
 
 @dataclasses.dataclass(slots=True)
-class _Turn:
-    """Whether it is a check's turn: always, or once something says so."""
+class _Latch:
+    """True from the start, or from the first call for which the condition holds."""
 
-    ask: Callable[[], bool]
-    now: bool
+    condition: Callable[[], bool]
+    value: bool
 
     def __call__(self) -> bool:
-        self.now = self.now or self.ask()
-        return self.now
+        self.value = self.value or self.condition()
+        return self.value
 
 
 @contextlib.contextmanager
@@ -309,30 +324,50 @@ def recording(
     batch_first: bool | None = None,
     uncovered: Literal["error", "skip"] = "error",
 ) -> Iterator[GradientRecording]:
-    """Keep the per-sample gradients of a training loop as it runs, at the weights of each step.
+    """Store the per-sample gradients of a training loop as it runs, at the weights of each step.
 
-    Only layers with a factor rule can be recorded (linear, convolution, embedding, normalisation);
-    others are an error, or left out with `uncovered="skip"`. Whether sequences are `[B, T, ...]` or
-    `[T, B, ...]` is seen by their sizes; `batch_first` says it where T may be B. Sealed when the block ends
-    well.
-    Cost: keeping references during the step, then writing.
+    Only layers with a factor rule (linear, convolution, embedding, normalization) can be recorded. The
+    capture is sealed when the block ends without an error. Cost: holding references during the step, then
+    writing.
 
-    >>> import gradkeep as gk, tempfile
-    >>> model, store = torch.nn.Linear(4, 3), gk.open(tempfile.mkdtemp())
-    >>> with gk.recording(store, model, checkpoints="epoch-1") as rec:
-    ...     for ids in ([0, 1], [2, 3]):
-    ...         with rec.batch(ids):
-    ...             model(torch.randn(2, 4)).square().sum(1).mean().backward()
-    >>> len(gk.gradients(store, split="train"))
-    4
+    Args:
+        store: Store, or the path of one, to write to.
+        model: Model that the loop trains.
+        checkpoints: Name of the checkpoint that the rows belong to, such as `"epoch-1"`.
+        split: Name of the data set.
+        run: Name of the training run.
+        name: Name of the capture.
+        layers: Names, globs or module types of the layers to record; None for all.
+        encoding: Encoding of stored arrays.
+        reduction: `"mean"` or `"sum"`: how the loop's loss combines the samples of a batch.
+        batch_first: True for sequences `[B, T, ...]`, False for `[T, B, ...]`; None infers it from sizes,
+            which is ambiguous if T equals B.
+        uncovered: `"error"` raises for layers without a factor rule, `"skip"` leaves them out.
+
+    Yields:
+        The recording; run each step inside of `with rec.batch(ids):`.
+
+    Raises:
+        CaptureError: The capture exists already, or a layer cannot be recorded.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> model, store = torch.nn.Linear(4, 3), gk.open(tempfile.mkdtemp())
+        >>> with gk.recording(store, model, checkpoints="epoch-1") as rec:
+        ...     for ids in ([0, 1], [2, 3]):
+        ...         with rec.batch(ids):
+        ...             model(torch.randn(2, 4)).square().sum(1).mean().backward()
+        >>> len(gk.gradients(store, split="train"))
+        4
     """
     opened = gs.open(store)
     key = gs.CaptureKey(checkpoints, split, run, name)
-    if earlier_run(opened, key) is not None:
+    if find_earlier_run(opened, key) is not None:
         raise CaptureError(
-            "there is such a capture already, and training cannot be resumed in the middle of one",
+            "this capture exists already, and a recording cannot be resumed",
+            code="capture.exists",
             path=opened.backend.describe(key.folder),
-            fix="use another checkpoints= or name=, or delete it first",
+            fix="Use another checkpoints= or name=, or delete it first.",
         )
     one_of("reduction", reduction, words=("mean", "sum"), error=CaptureError)
     units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
@@ -340,12 +375,13 @@ def recording(
     if without and uncovered == "error":
         raise CaptureError(
             "some layers cannot be recorded while training",
+            code="capture.not_recordable",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in without),
-            fix="pass uncovered='skip', choose layers=, or replay the checkpoint with gk.capture",
+            fix="Pass uncovered='skip', choose layers=, or replay the checkpoint with gk.capture.",
         )
     units = [unit for unit in units if unit.rule not in DENSE_RULES]
     with in_mode(model, "train" if model.training else "eval"):
-        pass  # only the checks: a loop switches modes itself
+        pass  # only its checks: the loop sets the mode
     optional(flag, "batch_first", batch_first, error=CaptureError)
     rec = GradientRecording(
         *(opened, key, model, units),
@@ -365,17 +401,17 @@ def _widened(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _tell_flat(
+def _warn_flat(
     axes: Mapping[LayerUnit, SampleAxis], calls: Mapping[nn.Module, list[LayerCall]], rows: int
 ) -> None:
-    """Say how several rows for one id are read: nothing in a step tells tokens from copies."""
+    """Warn how several rows per id are read: shapes cannot tell tokens from copies."""
     flat = [unit for unit, axis in axes.items() if axis == "flat"]
     if flat and rows > 1:
         count = len(_calls_of(flat[0], calls)[0].input)
         warnings.warn(
             f"layer {flat[0].name} is called with {count} rows for {rows} ids: rows 0 to "
-            f"{count // rows - 1} are kept as the first sample's, as the tokens of a sequence lie; copies "
-            "of all samples one after the other need an id each",
+            f"{count // rows - 1} are stored as the tokens of the first sample; consecutive copies of all "
+            "samples need an id each",
             CaptureWarning,
             stacklevel=5,
         )
@@ -385,8 +421,9 @@ def _calls_of(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> li
     own = calls_of(unit, calls)
     if not own:
         raise CaptureError(
-            f"layer {unit.name} got no gradient in this batch",
-            fix="leave it out with layers='!...'",
+            f"layer {unit.name} has no gradient in this batch",
+            code="capture.no_layer_gradient",
+            fix=f"Leave it out with layers='!{unit.name}'.",
         )
     return own
 
@@ -396,12 +433,13 @@ def _possible_axes(
 ) -> list[SampleAxis]:
     own = _calls_of(unit, calls)
     shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
-    found = [axis for axis in SAMPLE_AXES if all(possible(shape, rows, axis) for shape in shapes)]
-    if not found:
+    axes = [axis for axis in SAMPLE_AXES if all(possible(shape, rows, axis) for shape in shapes)]
+    if not axes:
         raise CaptureError(
             f"layer {unit.name} was not called with one row per sample",
+            code="capture.rows_per_sample",
             found=f"input {tuple(own[0].input.shape)} for {rows} ids",
-            fix="give as many ids as there are samples in the batch; leave out a layer that all samples "
-            f"share, such as position embeddings, with layers='!{unit.name}'",
+            fix="Pass as many ids as the batch has samples. Leave out a layer that all "
+            f"samples share, such as position embeddings, with layers='!{unit.name}'.",
         )
-    return found
+    return axes

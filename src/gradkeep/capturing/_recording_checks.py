@@ -20,8 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from gradkeep.capturing._audit import buffers_kept
-from gradkeep.capturing._batches import copied, leaves, with_leaves
+from gradkeep.capturing._audit import restore_buffers
+from gradkeep.capturing._batches import copied, leaves, map_leaves
 from gradkeep.capturing._proofs import fits
 from gradkeep.capturing.rules._layers import by_sample
 from gradkeep.capturing.rules._rules import calls_by_module
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 _SUM_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-7}
 _FEW_BITS = 2e-2
-"""Relative error of a sum of rows by the dtype that it was computed in, and for 16 bits."""
+"""Relative error of a sum of rows by its dtype, and for 16 bits."""
 
 
 class WeightGradients:
-    """Collects what the backward passes of one step add to each weight."""
+    """Collect what the backward passes of one step add to each weight."""
 
-    def __init__(self, units: Sequence[LayerUnit], *, wanted: Callable[[], bool]) -> None:
+    def __init__(self, units: Sequence[LayerUnit], *, enabled: Callable[[], bool]) -> None:
         self._weights = [weight for unit in units for weight in unit.weights]
-        self._wanted = wanted
+        self._enabled = enabled
         self._totals: dict[nn.Parameter, Tensor] = {}
         self.complete = False
 
@@ -62,7 +62,7 @@ class WeightGradients:
 
     def _adder(self, weight: nn.Parameter) -> Callable[[Tensor], None]:
         def add(gradient: Tensor) -> None:
-            if not self._wanted():
+            if not self._enabled():
                 return
             self.complete = True
             gradient = gradient.detach()
@@ -84,9 +84,9 @@ class WeightGradients:
         """Compare the sum of each layer's recorded rows with the gradient of its weights.
 
         Args:
-            pieces: The gradients of each layer's rows.
-            rows: The number of samples.
-            scale: What rows were multiplied by.
+            pieces: Gradients of each layer's rows.
+            rows: Number of samples.
+            scale: Factor that rows were multiplied by.
             autocast: Modules that computed with fewer bits than their weights have.
         """
         for unit, piece in pieces.items():
@@ -101,12 +101,13 @@ class WeightGradients:
             tolerance = _FEW_BITS if few_bits else _SUM_ERRORS.get(truth.dtype, _FEW_BITS)
             if not fits(total, truth, tolerance):
                 raise CaptureError(
-                    f"layer {unit.name}: the recorded rows do not add up to the gradient that "
-                    "backward() computed",
-                    found=f"a {unit.type} whose weight is also used elsewhere (tied by hand), whose "
+                    f"layer {unit.name}: the recorded rows do not add up to the "
+                    "gradient of backward()",
+                    code="capture.sums_differ",
+                    found=f"a {unit.type} whose weight is also used elsewhere, whose "
                     "forward is changed, or whose gradients a hook changes",
-                    fix=f"leave it out with layers='!{unit.name}', or replay the checkpoint with "
-                    "gk.capture",
+                    fix=f"Leave it out with layers='!{unit.name}', or replay the "
+                    "checkpoint with gk.capture.",
                 )
 
 
@@ -121,17 +122,17 @@ class ProbedStep:
     axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]]
 
     def by_sample(self, tensor: Tensor, axis: SampleAxis) -> Tensor:
-        """The tensor as `[B, ...]`."""
+        """Return the tensor as `[B, ...]`."""
         return by_sample(tensor.detach(), self.rows, axis).flatten(1)
 
 
 class SampleProbe:
-    """Runs outermost modules again with one sample replaced, and compares what the layers read."""
+    """Run outermost modules again with one sample replaced, and compare the inputs of layers."""
 
     def __init__(
-        self, step: ProbedStep, *, wanted: Callable[[], bool], batch_first: bool | None
+        self, step: ProbedStep, *, enabled: Callable[[], bool], batch_first: bool | None
     ) -> None:
-        self._step, self._wanted, self._batch_first = step, wanted, batch_first
+        self._step, self._enabled, self._batch_first = step, enabled, batch_first
         self._depth, self._start, self._replaying = 0, 0, False
         self._inputs: Any = None
         devices = {p.device for p in step.model.parameters() if p.device.type == "cuda"}
@@ -163,7 +164,7 @@ class SampleProbe:
         if self._replaying:
             return
         self._depth -= 1
-        if self._depth == 0 and len(self._step.calls) > self._start and self._wanted():
+        if self._depth == 0 and len(self._step.calls) > self._start and self._enabled():
             self._replaying = True
             try:
                 self._replay(module)
@@ -190,7 +191,7 @@ class SampleProbe:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(self._devices))
-            stack.enter_context(buffers_kept(self._step.model))
+            stack.enter_context(restore_buffers(self._step.model))
             for layer in original:
                 stack.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
             torch.set_rng_state(self._random[0])
@@ -202,17 +203,18 @@ class SampleProbe:
         if self._changes_others(one, other, axis):
             name = next((n for n, m in self._step.model.named_modules() if m is layer), "")
             raise CaptureError(
-                f"layer {name}: replacing one sample of the batch changes the rows that are recorded "
-                "for another sample",
-                found="a model that mixes samples, reorders them (sorting by length), or joins several "
-                "views of a sample",
-                fix="replay the checkpoint with gk.capture, which reads rows from single samples",
+                f"layer {name}: replacing one sample of the batch changes the "
+                "rows of another sample",
+                code="capture.rows_of_others",
+                found="a model that mixes samples, reorders them (sorting by length), "
+                "or joins several views of a sample",
+                fix="Replay the checkpoint with gk.capture, which reads rows from single samples.",
             )
 
     def _changes_others(self, one: Tensor, other: Tensor, axis: SampleAxis) -> bool:
-        """Tell whether a layer read something else for a sample that was not replaced."""
+        """Return True if a layer's input changed for a sample that was not replaced."""
         if one.shape != other.shape:
-            # Another length is the model's own padding; another number of rows moves samples.
+            # Another length is padding by the model; another number of rows moves samples.
             return axis == "flat" and len(one) != len(other)
         one, other = (self._step.by_sample(tensor, axis) for tensor in (one, other))
         if one.shape[1] == 0:
@@ -220,13 +222,13 @@ class SampleProbe:
         scale = one.abs().amax().double() if one.dtype.is_floating_point else 0.0
         change = (other.double() - one.double()).abs().amax(1)
         change[self._step.sample] = 0
-        # Share of a layer's largest input by which another sample may change: routing changes the
-        # sizes of products, and products of other sizes round differently.
+        # Other samples may change by 1e-3 of the largest input: routing changes the sizes of
+        # matrix products, which then round differently.
         return bool((change > 1e-3 * scale).any())
 
 
 class LossProbe(TorchFunctionMode):
-    """Tests before each `loss.backward()` whether the loss is a sum over samples."""
+    """Test before each `loss.backward()` that the loss is a sum over samples."""
 
     def __init__(
         self, step: ProbedStep, modules: Sequence[nn.Module], *, unproved: Callable[[str], None]
@@ -246,7 +248,7 @@ class LossProbe(TorchFunctionMode):
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            # Calls nearest to the loss whose outputs are tested for a loss that mixes samples.
+            # The last four outputs, which are nearest to the loss.
             self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-4:]
 
     def __torch_function__(
@@ -272,20 +274,22 @@ class LossProbe(TorchFunctionMode):
         except RuntimeError as error:
             self._unproved(str(error).splitlines()[0])
             return
-        # Share of a sample's own second derivative that another sample's may reach by rounding.
+        # By rounding, the others' second derivatives may reach 1e-4 of the sample's own.
         if others > 1e-4 * own:
             raise CaptureError(
-                "the loss mixes samples: the gradient of one sample depends on the outputs of others",
-                found="a loss over the whole batch, such as a contrastive loss or one with batch "
-                "statistics",
-                fix="record a loss per sample; for a loss over the batch no sample has a gradient of "
-                "its own",
+                "the loss mixes samples: the gradient of one sample depends on "
+                "the outputs of others",
+                code="capture.loss_mixes_samples",
+                found="a loss over the whole batch, such as a contrastive loss or one "
+                "with batch statistics",
+                fix="Record a loss per sample; with a loss over the batch no sample has "
+                "its own gradient.",
             )
 
     def _second_derivatives(
         self, loss: Tensor, edges: list[GradientEdge], axes: list[SampleAxis]
     ) -> tuple[float, float]:
-        """Largest second derivative at the probed sample's outputs, and at all others'."""
+        """Return the largest second derivative at the probed sample's outputs, and at all others'."""
         first = torch.autograd.grad(
             loss, edges, create_graph=True, retain_graph=True, allow_unused=True
         )
@@ -316,7 +320,7 @@ def _is_tensor(leaf: Any) -> bool:
 def _with_sample_replaced(
     inputs: Any, rows: int, sample: int, *, batch_first: bool | None
 ) -> Any | None:
-    """Inputs in which one sample has another's content; None if no other sample differs."""
+    """Replace one sample of the inputs by another; None if no other sample differs."""
     args, kwargs = inputs
     if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
         return None  # its rows are not samples
@@ -343,4 +347,4 @@ def _with_sample_replaced(
             return leaf.index_select(dim, index.to(leaf.device))
         return leaf
 
-    return with_leaves(inputs, replace)
+    return map_leaves(inputs, replace)

@@ -1,8 +1,8 @@
-"""Replay of one checkpoint over a data set: prove the rows that are there, make the rest, keep them.
+"""Replay of one checkpoint over a data set: check the stored rows, compute the others, write them.
 
-One loop serves every capture. A fresh one makes all rows; a resumed one compares the rows it passes and
-makes the others; a finished one is only compared; a distributed one has workers make segments first, and
-then goes over them as a resumed one does.
+One loop serves every capture. A new one computes all rows; a resumed one compares the stored rows and
+computes the others; a finished one is only compared; in a distributed one workers compute segments first,
+and then it continues as a resumed one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 import gradkeep.store as gs
 from gradkeep import remat
 from gradkeep._budgets import parse_budget
-from gradkeep._display import progress as shown
+from gradkeep._display import progress as show_progress
 from gradkeep.capturing._audit import (
     RowAudit,
-    buffers_kept,
     check_first_rows,
+    check_repeatable,
     fingerprint_function,
-    is_steady,
+    restore_buffers,
 )
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker, find_basis
@@ -42,17 +42,16 @@ from gradkeep.capturing._first_batch import (
     segment_bytes,
     segment_rows,
 )
-from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchMismatchError
 from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._moments import FirstMoments
 from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
-from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
+from gradkeep.capturing._report import Captured, CaptureWarning, report_layer
 from gradkeep.capturing._resume import (
     EarlierRun,
+    RecomputeCheck,
     RowFingerprints,
-    RowsMadeAgain,
-    changed_rows,
-    earlier_run,
+    changed_rows_error,
+    find_earlier_run,
 )
 from gradkeep.capturing._rows import (
     GradientMaker,
@@ -60,11 +59,12 @@ from gradkeep.capturing._rows import (
     RowAlarms,
     RowFeed,
     arrays_for,
-    modules_named,
+    find_modules,
 )
+from gradkeep.capturing._storage import NO_ADJUSTMENTS, Adjustments, BatchMismatchError
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._rules import units_of
-from gradkeep.capturing.tasks._tasks import losses_alone
+from gradkeep.capturing.tasks._tasks import measure_losses
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
-    from gradkeep.capturing._rows import MadeRows, RowMaker
+    from gradkeep.capturing._rows import RowArrays, RowMaker
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import CaptureKey, Schema, Store
 
@@ -91,7 +91,7 @@ Delivered = tuple[Any, Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CaptureRequest:
-    """A capture but for its store, as it is sent to workers."""
+    """A capture without its store, as it is sent to workers."""
 
     model: nn.Module
     loader: Iterable[Any]
@@ -107,25 +107,25 @@ class CaptureRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstBatch:
-    """Outcome of trying a capture on its first rows."""
+    """Result of trying a capture on its first rows."""
 
     maker: RowMaker
     at_once: int
-    """Samples that run at once."""
-    steady: bool
-    """Whether rows come out the same when they are made again."""
-    rows: MadeRows
-    """The first rows."""
+    """Number of samples that run at once."""
+    repeatable: bool
+    """True if recomputed rows are the same."""
+    rows: RowArrays
+    """First rows."""
     schema: Schema
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
-    """Outcome of one attempt."""
+    """Result of one attempt."""
 
     maker: RowMaker
     reused: int
-    """Rows that were there already."""
+    """Rows that an earlier run had stored."""
     warnings: list[str]
 
 
@@ -137,8 +137,8 @@ class Replay:
     ) -> None:
         self.request, self.store, self.resume, self.progress = request, store, resume, progress
         self.model, self.task, self.settings = request.model, request.task, request.settings
-        given = request.memory_budget
-        budget = None if given is None else parse_budget(given)
+        memory = request.memory_budget
+        budget = None if memory is None else parse_budget(memory)
         self.batches = task_batches(
             request.loader,
             self.model,
@@ -152,10 +152,10 @@ class Replay:
         self.recompute: remat.MemoryBudget | None = None
         if isinstance(budget, float):
             self.recompute = remat.memory_budget(budget, mode="planned")
-        self.watched = modules_named(self.model, request.embeddings)
+        self.watched = find_modules(self.model, request.embeddings)
         self.device = device_of(self.model)
         self.contents: RowFingerprints | None = None
-        """Fingerprints of the first pass: every other one must see the same rows."""
+        """Fingerprints of the first pass; every other pass must have the same rows."""
 
     def capture(
         self,
@@ -167,8 +167,8 @@ class Replay:
     ) -> Captured:
         """Capture the weights that the model has now, in this process or with workers.
 
-        A batch that does not fit what was chosen on the first one makes it begin again, adjusted and
-        in this process alone.
+        If a batch does not fit the choices made on the first one, start again, adjusted and in this process
+        alone.
         """
         started, cpu = time.perf_counter(), time.process_time()
         adjustments = NO_ADJUSTMENTS
@@ -177,18 +177,18 @@ class Replay:
                 captured = self._attempt(key, step, lr, distributed, adjustments)
             except BatchMismatchError as error:
                 more = adjustments | error.adjustments
-                earlier = earlier_run(self.store, key)
+                earlier = find_earlier_run(self.store, key)
                 if earlier is not None and earlier.sealed:
                     raise
                 if distributed is None and more == adjustments:
                     raise
                 is_known = distributed is None or error.adjustments
-                distributed = None  # this process finds out what the batch needs
+                distributed = None  # this process determines what the batch needs
                 if not is_known:
                     continue
                 if error.candidates:
                     more |= Adjustments(late=self._used_layers(error.candidates))
-                _log.info("beginning again, as %s", error.message)
+                _log.info("restarting the capture: %s", error.message)
                 if earlier is not None:
                     more |= earlier.adjustments
                     self.store.delete(key)
@@ -202,7 +202,7 @@ class Replay:
                 rows=len(block),
                 reused_rows=captured.reused,
                 bytes=block.manifest.bytes,
-                layers=tuple(kept_layer(keeping) for keeping in maker.kept),
+                layers=tuple(report_layer(layer) for layer in maker.layers),
                 seconds=time.perf_counter() - started,
                 cpu_seconds=time.process_time() - cpu,
                 notes=(*captured.warnings, *maker.facts()),
@@ -219,19 +219,20 @@ class Replay:
         """Capture with these adjustments."""
         packed = b"" if distributed is None else distributed.packed()
         with contextlib.ExitStack() as stack:
-            notes = self.make_ready(stack)
+            notes = self.prepare_model(stack)
             if self.recompute is not None:
                 check_recomputable(self.model)
-            earlier = earlier_run(self.store, key)
+            earlier = find_earlier_run(self.store, key)
             if earlier is not None and not self.resume:
                 raise CaptureError(
-                    "there is such a capture already",
+                    "this capture exists already",
+                    code="capture.exists",
                     path=earlier.path,
-                    fix="pass resume=True to go on with it, another name=, or delete it first",
+                    fix="Pass resume=True to continue it, another name=, or delete it first.",
                 )
             first = self.try_first_rows(key, earlier, adjustments)
             weights = str(first.schema.fingerprints["weights"])
-            # Rows of an earlier run are made again and compared, whatever the code looks like now.
+            # Rows of an earlier run are recomputed and compared instead.
             function = fingerprint_function(self.model) if earlier is None else None
             checkpoint = gs.Checkpoint(
                 key.run, key.checkpoint, weights, step, lr, function=function
@@ -241,24 +242,25 @@ class Replay:
                 self.store.add_checkpoint(checkpoint)
                 with self._bar(f"compare {key.split} at {key.checkpoint}") as report:
                     earlier.check_all(
-                        self._delivered(report), first.maker if first.steady else None
+                        self._delivered(report), first.maker if first.repeatable else None
                     )
                 return _Attempt(first.maker, earlier.rows, [*notes, *first.maker.notes()])
             delivered = self._delivered(None)
-            begin = next(delivered)  # what it refuses leaves no trace in the store
+            begin = next(delivered)  # errors here leave the store unchanged
             self.store.add_checkpoint(checkpoint)
             alarms, reused = RowAlarms(), None
             if distributed is not None:
                 delivered.close()
-                if not first.steady:
+                if not first.repeatable:
                     raise CaptureError(
-                        "a model that draws at random gives other rows to every worker",
-                        fix="pass mode='eval', or leave workers= out",
+                        "a random model gives other rows in every worker",
+                        code="capture.random_with_workers",
+                        fix="Pass mode='eval', or leave out workers=.",
                     )
                 reused = 0 if earlier is None else earlier.rows
                 self.store.write(key, first.schema).close()  # workers read the schema
                 alarms = distributed.fill(SegmentMaker(self, key, first), packed)
-                earlier = earlier_run(self.store, key)
+                earlier = find_earlier_run(self.store, key)
                 if earlier is not None and earlier.rows > 0:
                     stack.enter_context(distributed.threads())
                 delivered = self._delivered(None)
@@ -268,38 +270,38 @@ class Replay:
             notes = [*notes, *first.maker.notes(), *alarms.notes()]
             return _Attempt(first.maker, seen if reused is None else reused, notes)
 
-    def make_ready(self, stack: contextlib.ExitStack) -> list[str]:
-        """Hold the model ready to be replayed until the stack closes; notes about what that changed."""
+    def prepare_model(self, stack: contextlib.ExitStack) -> list[str]:
+        """Prepare the model for replay until the stack closes; return notes for the user."""
         notes = stack.enter_context(ready(self.model))
         stack.enter_context(in_mode(self.model, self.request.mode))
-        for parameter in self.model.parameters():  # whatever happens, `.grad` is what it was
+        for parameter in self.model.parameters():  # restore `.grad` in any case
             stack.callback(setattr, parameter, "grad", parameter.grad)
-        stack.enter_context(buffers_kept(self.model))
+        stack.enter_context(restore_buffers(self.model))
         return notes
 
     def try_first_rows(
         self, key: CaptureKey, earlier: EarlierRun | None, adjustments: Adjustments
     ) -> FirstBatch:
-        """Find out how rows are made, make the first ones, and describe what they hold."""
+        """Choose how rows are computed, compute the first ones, and build their schema."""
         weights = fingerprint_weights(self.model)
         if earlier is not None:
             adjustments = adjustments | earlier.adjustments
         first = without_columns(self.batches.first)
         if self.settings.keep == LOSSES:
-            steady = is_steady(self.model, self.task, first, self.request.mode)
+            repeatable = check_repeatable(self.model, self.task, first, self.request.mode)
             at_once = batch_size(first)
             maker: RowMaker = LossMaker(
                 model=self.model,
                 task=self.task,
                 watched=self.watched,
                 device=self.device,
-                audit=RowAudit(self.model, self.task, self.device) if steady else None,
+                audit=RowAudit(self.model, self.task, self.device) if repeatable else None,
             )
         else:
-            maker, at_once, steady = self._gradient_maker(key, weights, earlier, adjustments)
+            maker, at_once, repeatable = self._gradient_maker(key, weights, earlier, adjustments)
         rows = maker.make(self._first_rows(), alone=True)
         values = rows.values | {"example": digests(self.batches.first)[:0]}
-        gradients = tuple(array for keeping in maker.kept for array in keeping.arrays)
+        gradients = tuple(array for layer in maker.layers for array in layer.arrays)
         small, size = isinstance(maker, CoordinateMaker), segment_bytes(self.budget)
         per_segment = segment_rows(maker.row_bytes, size, coordinates=small)
         if earlier is not None:
@@ -308,7 +310,7 @@ class Replay:
             arrays=(*arrays_for(values), *gradients),
             num_rows=self.batches.num_rows,
             rows_per_segment=per_segment,
-            layers=maker.layers(),
+            layers=maker.schema_layers(),
             fingerprints={
                 "weights": weights,
                 "task": self.task.describe(),
@@ -318,15 +320,15 @@ class Replay:
                 **({"adjustments": adjustments.to_text()} if adjustments else {}),
             },
         )
-        return FirstBatch(maker, at_once, steady, rows, schema)
+        return FirstBatch(maker, at_once, repeatable, rows, schema)
 
     def _gradient_maker(
         self, key: CaptureKey, weights: str, earlier: EarlierRun | None, adjustments: Adjustments
     ) -> tuple[RowMaker, int, bool]:
-        """The maker of rows with gradients, how many samples run at once, and whether it is steady."""
+        """Return the maker of rows with gradients, the samples that run at once, and whether rows are repeatable."""
         first, budget = without_columns(self.batches.first), self.budget
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
-        # Samples with which the rules of layers are proved: few where memory may be short.
+        # Samples that rules are proved on: few if memory may be short.
         tried = 2 if small or budget is not None else 16
         rows = min(batch_size(first), tried)
         batch = to_device(rows_of(first, 0, rows), self.device)
@@ -336,17 +338,19 @@ class Replay:
             batch,
             self.settings.exact if small else self.settings,
             as_before=None if earlier is None or small else earlier.storages,
-            placed=earlier is None or earlier.placed,  # one that was begun without goes on so
+            placed=earlier is None
+            or earlier.placed,  # a resumed run stores what the earlier one did
             adjustments=adjustments,
             proof_rows=tried,
         )
-        if not prepared.kept:
+        if not prepared.layers:
             raise CaptureError(
-                "nothing is left to capture: no chosen layer has a gradient",
-                fix="choose other layers, or uncovered='dense'",
+                "nothing to capture: no chosen layer has a gradient",
+                code="capture.nothing_to_capture",
+                fix="Choose other layers, or pass uncovered='dense'.",
             )
-        # Before a basis is found with many rows.
-        steady = is_steady(self.model, self.task, first, self.request.mode)
+        # Before computing a basis, which takes long.
+        repeatable = check_repeatable(self.model, self.task, first, self.request.mode)
         small_maker = self._coordinate_maker(prepared, key, weights, batch) if small else None
         maker: RowMaker
         if small_maker is not None:
@@ -355,11 +359,11 @@ class Replay:
             size = small_maker.basis.size
         else:
             moments = None
-            if not small and self.recompute is None:  # a plan wants every step to be the same
+            if not small and self.recompute is None:  # a memory plan needs equal steps
                 moments = FirstMoments.plan(prepared, budget)
             maker = GradientMaker(
                 prepared=prepared,
-                kept=prepared.kept,
+                layers=prepared.layers,
                 watched=self.watched,
                 recompute=self.recompute,
                 device=self.device,
@@ -367,7 +371,7 @@ class Replay:
             )
             at_once, tracer = rows_at_once(prepared, rows), prepared.tracer
             project, beside, size = None, 0, None
-        if steady:
+        if repeatable:
             maker.audit = RowAudit(self.model, self.task, self.device, tracer, project)
         if budget is not None:
             if size is None:
@@ -375,12 +379,12 @@ class Replay:
             else:
                 footprint = coordinate_footprint(prepared, size, batch, rows)
             at_once = min(at_once, rows_within(budget, footprint, beside=beside))
-        return maker, at_once, steady
+        return maker, at_once, repeatable
 
     def _coordinate_maker(
         self, prepared: PreparedCapture, key: CaptureKey, weights: str, batch: Any
     ) -> CoordinateMaker | None:
-        """The maker of coordinates; None where exact gradients of every row take no more bytes."""
+        """Return the maker of coordinates; None if exact gradients take no more bytes."""
         keep, budget = self.settings.compressed, self.budget
         if keep is not None and prepared.fits_exactly(keep):
             return None
@@ -406,7 +410,7 @@ class Replay:
         return rows_of(first, 0, min(2, batch_size(first)))
 
     def _used_layers(self, names: frozenset[str]) -> frozenset[str]:
-        """The layers of these that run in any batch; one forward pass over the data."""
+        """Return the layers that run in any batch, by one forward pass over the data."""
         units = [unit for unit in units_of(self.model) if unit.name in names]
         owners = {module: unit.name for unit in units for module in unit.modules}
         ran: set[str] = set()
@@ -415,38 +419,40 @@ class Replay:
             ran.add(owners[module])
 
         with contextlib.ExitStack() as stack:
-            self.make_ready(stack)
+            self.prepare_model(stack)
             for module in owners:
                 stack.callback(module.register_forward_hook(hook).remove)
             for _, batch in self.batches:
                 own = to_device(without_columns(batch), self.device)
-                losses_alone(self.task, self.model, own)
+                measure_losses(self.task, self.model, own)
                 if len(ran) == len(units):
                     break
         return frozenset(ran)
 
     def _delivered(self, report: Report | None) -> Generator[Delivered]:
-        """Ids, fingerprints and batches of one pass; every later pass must be as the first."""
+        """Yield ids, fingerprints and batches of one pass; later passes must equal the first."""
         parts: list[tuple[Any, Any]] = []
         done, total = 0, self.batches.num_rows
         for ids, batch in self.batches:
-            found = digests(batch)
+            contents = digests(batch)
             if self.contents is None:
-                parts.append((ids, found))
+                parts.append((ids, contents))
             else:
-                changed = self.contents.changed(ids, found)
+                changed = self.contents.changed(ids, contents)
                 if len(changed):
-                    raise changed_rows(changed, path=self.store.location, known=len(self.contents))
-            yield ids, found, batch
+                    raise changed_rows_error(
+                        changed, path=self.store.location, known=len(self.contents)
+                    )
+            yield ids, contents, batch
             done += len(ids)
             if report is not None:
                 report(done, total or done)
         if self.contents is None:
-            ids, found = (np.concatenate(part) for part in zip(*parts, strict=True))
-            self.contents = RowFingerprints.of(ids, found)
+            ids, contents = (np.concatenate(part) for part in zip(*parts, strict=True))
+            self.contents = RowFingerprints.of(ids, contents)
 
     def _bar(self, title: str) -> AbstractContextManager[Report | None]:
-        return shown(title, "rows") if self.progress else contextlib.nullcontext()
+        return show_progress(title, "rows") if self.progress else contextlib.nullcontext()
 
     def _write(
         self,
@@ -456,11 +462,13 @@ class Replay:
         delivered: Iterable[Delivered],
         alarms: RowAlarms,
     ) -> int:
-        """Make all rows that are missing and seal; how many were there already."""
+        """Compute all missing rows and seal; return how many were stored before."""
         maker, schema, done = first.maker, first.schema, 0
-        again = RowsMadeAgain(earlier, maker) if earlier is not None and first.steady else None
+        recheck = (
+            RecomputeCheck(earlier, maker) if earlier is not None and first.repeatable else None
+        )
         if self.store.has(key.moments):
-            self.store.delete(key.moments)  # of an interrupted run, perhaps of other rows
+            self.store.delete(key.moments)  # left by an interrupted run
         moments, moment_ids = maker.moments, [np.empty(0, np.int64)]
         if moments is not None:
             moments.begin()
@@ -469,19 +477,19 @@ class Replay:
             report = stack.enter_context(self._bar(f"capture {key.split} at {key.checkpoint}"))
             feed = RowFeed(writer, maker, first.at_once, alarms)
             if earlier is None:
-                # At most an eighth of a segment waits: rows that wait are lost with the process.
+                # At most an eighth of a segment is buffered, and lost if the process dies.
                 feed.least = max(1, min(maker.joined, schema.rows_per_segment // 8))
-            for ids, found, batch in delivered:
-                if moments is not None and moments.open:
+            for ids, contents, batch in delivered:
+                if moments is not None and moments.needs_rows:
                     moment_ids.append(np.asarray(ids, np.int64))
                 if earlier is not None:
-                    earlier.check(ids, found)
-                if again is not None:
-                    again.look(ids, batch)
+                    earlier.check(ids, contents)
+                if recheck is not None:
+                    recheck.check_batch(ids, batch)
                 done += len(ids)
                 if maker.audit is not None:
                     maker.audit.is_last = done == self.batches.num_rows
-                feed.add(ids, found, batch)
+                feed.add(ids, contents, batch)
                 if report is not None:
                     report(done, self.batches.num_rows or done)
             feed.flush()
@@ -493,61 +501,65 @@ class Replay:
                     last.values,
                     1e-2,
                     when="at the end of the capture",
-                    fix="capture a model that does not change while it runs: no counters, caches or "
-                    "running means; nothing was sealed, so delete this capture first",
+                    code="capture.model_changed",
+                    fix="Capture a model that does not change while it runs: no counters, caches or "
+                    "running means. Nothing was sealed, so delete this capture first.",
                 )
             if moments is not None:
                 weights = str(schema.fingerprints["weights"])
-                kept = moments.means(weights, np.concatenate(moment_ids))
-                if kept is not None:
-                    kept.save(self.store, key)  # before the capture is sealed
+                means = moments.means(weights, np.concatenate(moment_ids))
+                if means is not None:
+                    means.save(self.store, key)  # before the capture is sealed
         return feed.reused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentMaker:
-    """Makes segments of a capture in a process whose model is ready."""
+    """Compute segments of a capture in a process whose model is prepared."""
 
     replay: Replay
     key: CaptureKey
     first: FirstBatch
     ready: contextlib.ExitStack | None = None
-    """Holds the model ready, where nobody else does."""
+    """Keeps the model prepared; None if the caller does."""
 
     @classmethod
     def begin(
         cls, replay: Replay, key: CaptureKey, contents: Any, values: Mapping[str, Any]
     ) -> SegmentMaker:
-        """Be ready to make segments of a capture that another process has begun.
+        """Prepare to compute segments of a capture that another process started.
 
-        `contents` are the fingerprints of its first batch, `values` losses and norms of its first rows.
+        `contents` are the fingerprints of its first batch, `values` the losses and norms of its first rows.
         """
         stack = contextlib.ExitStack()
-        replay.make_ready(stack)
-        earlier = earlier_run(replay.store, key)
+        replay.prepare_model(stack)
+        earlier = find_earlier_run(replay.store, key)
         if earlier is None:
             raise CaptureError(
-                "there is no such capture to make a part of: it was deleted meanwhile",
+                "the capture was deleted while workers were computing it",
+                code="capture.deleted",
                 path=replay.store.backend.describe(key.folder),
-                fix="run the whole capture again",
+                fix="Run the whole capture again.",
             )
         if not np.array_equal(contents, digests(replay.batches.first)):
             raise CaptureError(
-                "this worker sees other data than the process that began the capture",
-                fix="let every worker read the same files; what was kept stays as it is",
+                "this worker reads other data than the process that started the capture",
+                code="capture.worker_data",
+                fix="Let every worker read the same files; stored rows stay as they are.",
             )
         first = replay.try_first_rows(key, earlier, earlier.adjustments)
         check_first_rows(
             values,
             first.rows.values,
             1e-3,
-            when="in this worker: its code is not that of the process that began the capture",
-            fix="install the same versions of model, task and packages everywhere",
+            when="in this worker, whose code differs from that of the process that started the capture",
+            code="capture.worker_code",
+            fix="Install the same versions of model, task and packages everywhere.",
         )
         return cls(replay, key, first, stack)
 
     def make(self, segments: range) -> RowAlarms:
-        """Make the missing ones of these segments, from the batches of a whole pass."""
+        """Compute the missing segments, from the batches of a whole pass."""
         alarms, per_segment = RowAlarms(), self.first.schema.rows_per_segment
         start, stop = segments.start * per_segment, segments.stop * per_segment
         share = gs.WriterShare(segments=segments)

@@ -1,4 +1,4 @@
-"""What was captured, or would be, layer by layer, as a table."""
+"""Reports of captures, layer by layer, as tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
-from gradkeep._display import text_table
+from gradkeep._display import ResultTable, TableDisplay, TextDisplay, text_table
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing.rules._rules import HINT, units_of
-from gradkeep.capturing.tasks._tasks import Task, call, logits_of
+from gradkeep.capturing.tasks._tasks import Task, call, find_logits
 from gradkeep.errors import CaptureError
 from gradkeep.query._layers import select_layers
 
@@ -24,85 +24,120 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._first_batch import KeepChoice
-    from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.factors._form import Storage
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding
 
 
 class CaptureWarning(UserWarning):
-    """Something about a capture that its user should look at."""
+    """A capture succeeded, but something about it may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLayer:
-    """How one layer is kept."""
+class LayerReport:
+    """Storage of one layer.
+
+    Attributes:
+        name: Path of the module.
+        type: Class of the module.
+        parameters: Number of parameter values.
+        positions: T, the mean number of positions of a sample.
+        factor_bytes: Bytes of a sample's factors in float32.
+        dense_bytes: Bytes of a sample's dense gradient in float32.
+        storage: How gradients are stored: `"factors"`, `"dense"`, `"low rank"` or `"coordinates"`.
+        row_bytes: Bytes on disk of a sample.
+    """
 
     name: str
     type: str
     parameters: int
     positions: float
-    """T, the mean number of positions of a sample."""
     factor_bytes: float
-    """Bytes of a sample's factors in float32."""
     dense_bytes: int
-    """Bytes of a sample's dense gradient in float32."""
     storage: Storage
     row_bytes: float
-    """Bytes that a sample takes as it is kept."""
 
 
-def kept_layer(keeping: LayerKeeping) -> KeptLayer:
-    """The facts of a layer for people."""
-    return KeptLayer(
-        name=keeping.unit.name,
-        type=keeping.unit.type,
-        parameters=keeping.unit.size,
-        positions=keeping.positions,
-        factor_bytes=keeping.factor_bytes,
-        dense_bytes=keeping.dense_bytes,
-        storage=keeping.storage,
-        row_bytes=keeping.row_bytes,
+def report_layer(layer: LayerStorage) -> LayerReport:
+    """Return the report of a layer's storage."""
+    return LayerReport(
+        name=layer.unit.name,
+        type=layer.unit.type,
+        parameters=layer.unit.size,
+        positions=layer.positions,
+        factor_bytes=layer.factor_bytes,
+        dense_bytes=layer.dense_bytes,
+        storage=layer.storage,
+        row_bytes=layer.row_bytes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """One finished capture."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Captured(TextDisplay):
+    """Report of one finished capture.
+
+    Attributes:
+        key: Key of the capture in the store.
+        rows: Number of rows.
+        reused_rows: Rows that an earlier run had written.
+        bytes: Bytes on disk.
+        layers: Storage of each layer; empty if only losses were captured.
+        seconds: Wall time.
+        cpu_seconds: CPU time of this process.
+        notes: Layers that were skipped or unused, and anything suspicious.
+    """
 
     key: CaptureKey
     rows: int
     reused_rows: int
-    """Rows that an earlier run had written already."""
     bytes: int
-    layers: tuple[KeptLayer, ...]
+    layers: tuple[LayerReport, ...]
     seconds: float
     cpu_seconds: float
     notes: tuple[str, ...] = ()
-    """What was skipped, unused, or looks wrong."""
 
     @property
     def dense_bytes(self) -> int:
-        """What the dense gradients of all rows would take in float32."""
+        """Bytes of the dense gradients of all rows in float32."""
         return self.rows * sum(layer.dense_bytes for layer in self.layers)
 
     def __str__(self) -> str:
         ratio = self.dense_bytes / self.bytes if self.bytes else 0.0
         new = self.rows - self.reused_rows
         pace = f"{new / self.seconds:.0f} rows/s" if self.seconds > 0 and new else "nothing to do"
-        kept = f"{self.rows} rows of {len(self.layers)} layers in {format_bytes(self.bytes)}, "
-        kept += f"{ratio:.1f}x smaller than dense"
+        size = f"{self.rows} rows of {len(self.layers)} layers in {format_bytes(self.bytes)}, "
+        size += f"{ratio:.1f}x smaller than dense"
         if not self.layers:
-            kept = f"the losses of {self.rows} rows in {format_bytes(self.bytes)}"
+            size = f"the losses of {self.rows} rows in {format_bytes(self.bytes)}"
         seconds = f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
-        head = f"{self.key.split} at {self.key.checkpoint}: {kept}; {seconds}"
+        head = f"{self.key.split} at {self.key.checkpoint}: {size}; {seconds}"
         return "\n".join([head, *(f"note: {note}" for note in self.notes)])
+
+
+class CapturedList(TableDisplay, list[Captured]):
+    """Reports of several captures, printed as a table."""
+
+    def _table(self) -> ResultTable:
+        caption = f"{len(self)} captures" + (", 10 shown" if len(self) > 10 else "")
+        rows = [
+            [
+                report.key.split,
+                report.key.checkpoint,
+                str(report.rows),
+                format_bytes(report.bytes),
+                f"{report.seconds:.1f}",
+            ]
+            for report in self[:10]
+        ]
+        columns = ["split", "checkpoint", "rows", "size", "seconds"]
+        return ResultTable(caption, columns, rows, len(self), frozenset({2, 3, 4}))
 
 
 @dataclass(frozen=True, slots=True)
 class ListedLayer:
-    """A layer of a model of which only the parameters are known."""
+    """A layer of a model, without its storage."""
 
     name: str
     type: str
@@ -110,34 +145,34 @@ class ListedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTable(Sequence["KeptLayer | ListedLayer"]):
-    """The layers of a model; shows itself as a table."""
+class LayerTable(Sequence["LayerReport | ListedLayer"]):
+    """Layers of a model; prints as a table."""
 
-    rows: tuple[KeptLayer | ListedLayer, ...]
+    rows: tuple[LayerReport | ListedLayer, ...]
 
     @overload
-    def __getitem__(self, index: int) -> KeptLayer | ListedLayer: ...
+    def __getitem__(self, index: int) -> LayerReport | ListedLayer: ...
     @overload
     def __getitem__(self, index: slice) -> LayerTable: ...
-    def __getitem__(self, index: int | slice) -> KeptLayer | ListedLayer | LayerTable:
+    def __getitem__(self, index: int | slice) -> LayerReport | ListedLayer | LayerTable:
         return LayerTable(self.rows[index]) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[KeptLayer | ListedLayer]:
+    def __iter__(self) -> Iterator[LayerReport | ListedLayer]:
         return iter(self.rows)
 
     def __repr__(self) -> str:
         head = ("layer", "type", "parameters", "T", "factors", "dense", "kept as", "bytes")
         table = [_cells(row) for row in self.rows]
-        kept = [row for row in self.rows if isinstance(row, KeptLayer)]
-        if not kept:
+        layers = [row for row in self.rows if isinstance(row, LayerReport)]
+        if not layers:
             return text_table(head[:3], [cells[:3] for cells in table], right={2})
-        factors = format_bytes(sum(row.factor_bytes for row in kept))
-        dense = format_bytes(sum(row.dense_bytes for row in kept))
-        total = format_bytes(sum(row.row_bytes for row in kept))
-        count = str(sum(row.parameters for row in kept))
+        factors = format_bytes(sum(row.factor_bytes for row in layers))
+        dense = format_bytes(sum(row.dense_bytes for row in layers))
+        total = format_bytes(sum(row.row_bytes for row in layers))
+        count = str(sum(row.parameters for row in layers))
         table.append(("per sample", "", count, "", factors, dense, "", total))
         return text_table(head, table, right={2, 3, 4, 5, 7})
 
@@ -154,20 +189,36 @@ def layers(
     tolerance: float = 0.0,
     mode: Mode | None = "eval",
 ) -> LayerTable:
-    """The layers of a model with their sizes; with a batch also what each would take to keep.
+    """List the layers of a model with their sizes and, with a batch, the bytes that each would take.
 
-    A batch is run through the model once or twice: T (positions per sample), bytes of factors and
-    of the dense gradient per sample, and the way that `gk.capture` would choose. `layers` takes
-    names, globs and types, as it does there.
+    With a batch, the model runs once or twice.
 
-    >>> import torch
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 10))
-    >>> layers(model)
-    layer  type    parameters
-    0      Linear        2080
-    1      Linear         330
-    >>> layers(model, torch.randn(2, 64))[0].storage
-    'factors'
+    Args:
+        model: The model.
+        batch: Example batch, as the loader yields it; None lists names and sizes only.
+        task: Task of the capture; None uses the sum of the model's outputs.
+        layers: Names, globs or module types of layers; None for all.
+        encoding: Encoding of stored arrays.
+        keep: How gradients are stored, as in `gk.capture`.
+        tolerance: Largest relative error of a gradient whose rank is cut.
+        mode: `"eval"` or `"train"`; None leaves the model's mode.
+
+    Returns:
+        One entry per layer; with a batch: T (positions per sample), bytes of factors and of the dense
+        gradient per sample, and the storage that `gk.capture` would choose.
+
+    Raises:
+        CaptureError: The model or batch cannot be captured, or no layer matches `layers`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 10))
+        >>> layers(model)
+        layer  type    parameters
+        0      Linear        2080
+        1      Linear         330
+        >>> layers(model, torch.randn(2, 64))[0].storage
+        'factors'
     """
     model = uncompiled(model)
     if batch is None:
@@ -178,23 +229,23 @@ def layers(
         part = to_device(rows_of(batch, 0, min(batch_size(batch), 8)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
         prepared = prepare_capture(model, task or _SumOfOutputs(), part, settings)
-    return LayerTable(tuple(kept_layer(keeping) for keeping in prepared.kept))
+    return LayerTable(tuple(report_layer(layer) for layer in prepared.layers))
 
 
 class _SumOfOutputs(Task):
-    """Any number that depends on all of a model's answer."""
+    """A target that depends on all of a model's outputs."""
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The sum of each sample's answer `[B]`"""
+        """Return the sum of each sample's outputs `[B]`."""
         takes_labels = isinstance(batch, tuple | list) and len(batch) >= 2
         inputs = batch[:-1] if takes_labels else batch
         if isinstance(batch, Mapping):
             inputs = {name: value for name, value in batch.items() if name != "labels"}
-        answer = logits_of(call(model, inputs))
+        answer = find_logits(call(model, inputs))
         return answer.reshape(batch_size(batch), -1).sum(1)
 
 
-def _cells(row: KeptLayer | ListedLayer) -> tuple[str, ...]:
+def _cells(row: LayerReport | ListedLayer) -> tuple[str, ...]:
     if isinstance(row, ListedLayer):
         return (row.name, row.type, str(row.parameters), "", "", "", "", "")
     return (

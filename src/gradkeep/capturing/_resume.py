@@ -1,7 +1,7 @@
-"""Rows of an earlier run of the same capture, and the proof that this run goes on with the same.
+"""Rows of an earlier run of the same capture, and the check that this run continues it.
 
 Contents: the fingerprint of every delivered row must be the stored one. Model and task: some stored rows
-are made again and compared before anything is added to them.
+are recomputed and compared before any row is added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradkeep.capturing._batches import rows_of
-from gradkeep.capturing._keeping import Adjustments
+from gradkeep.capturing._storage import Adjustments
 from gradkeep.errors import CaptureError, NotSealedError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._gradients import gradients_of
@@ -21,7 +21,7 @@ from gradkeep.query._gradients import gradients_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradkeep.capturing._rows import MadeRows, RowMaker
+    from gradkeep.capturing._rows import RowArrays, RowMaker
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Block, CaptureKey, Schema, Store
 
@@ -45,7 +45,7 @@ class RowFingerprints:
 
     @classmethod
     def of(cls, ids: Any, digests: Any) -> Self:
-        """Those of rows in any order."""
+        """Build from rows in any order."""
         order = np.argsort(ids, kind="stable")
         return cls(np.asarray(ids, np.int64)[order], np.asarray(digests, np.uint64)[order])
 
@@ -53,91 +53,92 @@ class RowFingerprints:
         return len(self.ids)
 
     def known(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which of the rows are known `[B]`."""
+        """Return a mask `[B]` of the rows that are known."""
         at = np.searchsorted(self.ids, ids)
         inside = at < len(self.ids)
-        found = np.zeros(len(ids), np.bool_)
-        found[inside] = self.ids[at[inside]] == ids[inside]
-        return found
+        mask = np.zeros(len(ids), np.bool_)
+        mask[inside] = self.ids[at[inside]] == ids[inside]
+        return mask
 
     def changed(self, ids: Ids, digests: Digests) -> Ids:
-        """The ids of those rows that are known with another fingerprint."""
+        """Return the ids of known rows with another fingerprint."""
         known = self.known(ids)
         before = self.digests[np.searchsorted(self.ids, ids[known])]
-        found: Ids = ids[known][before != digests[known]]
-        return found
+        changed: Ids = ids[known][before != digests[known]]
+        return changed
 
 
-def changed_rows(ids: Ids, *, path: str, known: int) -> CaptureError:
-    """The error that names rows whose contents are not what they were."""
-    also = f", nor are {len(ids) - 1} others" if len(ids) > 1 else ""
+def changed_rows_error(ids: Ids, *, path: str, known: int) -> CaptureError:
+    """Build the error about rows whose contents have changed."""
+    also = f", and so have {len(ids) - 1} others" if len(ids) > 1 else ""
     return CaptureError(
-        f"sample {ids[0]} is not what it was when this capture was begun{also}",
+        f"the data of sample {ids[0]} has changed since this capture was started{also}",
+        code="capture.rows_changed",
         path=path,
-        found=f"other inputs or labels at {named(ids)}, {len(ids)} of {known} rows",
-        fix="go through the same data in the same order; or keep these rows as another capture "
-        "with name=; or delete the old one with store.delete(key) first",
+        found=f"other inputs or labels in {len(ids)} of {known} rows: {format_ids(ids)}",
+        fix="Use the same data in the same order, store these rows as another capture "
+        "with name=, or delete the old one with store.delete(key) first.",
     )
 
 
-def named(ids: Any) -> str:
-    """Some ids for a message."""
-    told = ", ".join(str(number) for number in np.asarray(ids)[:_NAMED].tolist())
-    return told + (" ..." if len(ids) > _NAMED else "")
+def format_ids(ids: Any) -> str:
+    """Format some ids for a message."""
+    text = ", ".join(str(number) for number in np.asarray(ids)[:_NAMED].tolist())
+    return text + (" ..." if len(ids) > _NAMED else "")
 
 
 _VALUES = ("loss", "output", "slope", "label")
 _WITHIN = {"float32": 1e-3, "float64": 1e-7}
-"""Relative errors of numbers that were made twice, in batches of other sizes."""
+"""Relative errors of values that are computed twice, in batches of other sizes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierRun:
-    """The rows of an earlier run."""
+    """Rows of an earlier run."""
 
     key: CaptureKey
     block: Block
     sealed: bool
     contents: RowFingerprints
-    """The fingerprint of each sample that is in the store."""
+    """Fingerprint of each stored sample."""
 
     @property
     def path(self) -> str:
-        """Its folder."""
+        """Folder of the capture."""
         return self.block.path
 
     @property
     def schema(self) -> Schema:
-        """Its arrays and layers."""
+        """Arrays and layers of the capture."""
         return self.block.schema
 
     @property
     def rows(self) -> int:
-        """Rows that are there."""
+        """Number of stored rows."""
         return len(self.block)
 
     @property
     def storages(self) -> dict[str, Storage]:
-        """How each layer was kept, so that a resumed run keeps it the same way."""
+        """Storage of each layer, which a resumed run must use too."""
         layers = self.schema.layers
         return {layer.name: form_from_fields(layer.form).storage for layer in layers}
 
     @property
     def adjustments(self) -> Adjustments:
-        """What its later batches needed beyond the first one."""
+        """What later batches needed beyond the first one."""
         return Adjustments.from_text(str(self.schema.fingerprints.get("adjustments", "")))
 
     @property
     def placed(self) -> bool:
-        """Whether it keeps which tokens the positions of its layers are."""
+        """True if layers store which tokens their positions are."""
         forms = (form_from_fields(layer.form) for layer in self.schema.layers if layer.form)
         return any(form.places_array in self.block.names for form in forms)
 
-    def check(self, ids: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
-        """Raise if a sample that is in the store has other contents now."""
-        changed = self.contents.changed(ids, found)
+    def check(self, ids: np.ndarray[Any, Any], digests: np.ndarray[Any, Any]) -> None:
+        """Raise if a stored sample has other contents now."""
+        changed = self.contents.changed(ids, digests)
         if len(changed):
-            raise changed_rows(changed, path=self.path, known=self.rows)
+            raise changed_rows_error(changed, path=self.path, known=self.rows)
 
     def check_all(self, delivered: Iterable[tuple[Any, Any, Any]], maker: RowMaker | None) -> None:
         """Raise unless ids, fingerprints and batches of a whole pass are those of the store.
@@ -146,31 +147,34 @@ class EarlierRun:
         """
         changed, new = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         seen = 0
-        proof = None if maker is None else RowsMadeAgain(self, maker)
-        for ids, found, batch in delivered:
-            changed.append(self.contents.changed(ids, found))
+        proof = None if maker is None else RecomputeCheck(self, maker)
+        for ids, digests, batch in delivered:
+            changed.append(self.contents.changed(ids, digests))
             new.append(ids[~self.contents.known(ids)])
             seen += len(ids)
             if proof is not None and not len(changed[-1]):
-                proof.look(ids, batch)
+                proof.check_batch(ids, batch)
         other, added = np.concatenate(changed), np.concatenate(new)
         if len(other):
-            raise changed_rows(other, path=self.path, known=self.rows)
+            raise changed_rows_error(other, path=self.path, known=self.rows)
         left_out = self.block.manifest.next_row - self.rows
         if len(added) > left_out or seen - len(added) < self.rows:
             raise CaptureError(
                 "these are not the rows of the finished capture",
+                code="capture.other_rows",
                 path=self.path,
-                found=f"{seen} rows, of which {len(added)} are new"
-                + (f": {named(added)}" if len(added) else ""),
-                expected=f"the {self.rows} rows that are there",
-                fix="go through the same data; or keep these rows as another capture with name=; or "
-                "delete the old one with store.delete(key) first",
+                found=(
+                    f"{seen} rows, of which {len(added)} are new"
+                    + (f": {format_ids(added)}" if len(added) else "")
+                ),
+                expected=f"the {self.rows} stored rows",
+                fix="Use the same data, store these rows as another capture with name=, "
+                "or delete the old one with store.delete(key) first.",
             )
 
 
-def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
-    """What is in the store of this capture; None if nothing is."""
+def find_earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
+    """Find the stored rows of this capture; None if there are none."""
     if not store.has(key):
         return None
     try:
@@ -182,61 +186,64 @@ def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
     return EarlierRun(key, block, sealed, contents)
 
 
-class RowsMadeAgain:
-    """Some kept rows, made again as they come by and compared with what is kept."""
+class RecomputeCheck:
+    """Recompute some stored rows as they are delivered, and compare them with the store."""
 
     def __init__(self, earlier: EarlierRun, maker: RowMaker) -> None:
         self._earlier, self._maker = earlier, maker
         ids = earlier.block.ids
-        # Rows that are made again, from the first to the last.
+        # Eight rows, from the first to the last.
         places = np.linspace(0, len(ids) - 1, min(len(ids), 8)).round().astype(int)
-        self._wanted = {int(ids[place]): int(place) for place in places}
+        self._places = {int(ids[place]): int(place) for place in places}
 
-    def look(self, ids: np.ndarray[Any, Any], batch: Any) -> None:
-        """Make those of the batch's rows again that were chosen; raise if they come out otherwise."""
-        for row in np.flatnonzero(np.isin(ids, list(self._wanted))).tolist():
+    def check_batch(self, ids: np.ndarray[Any, Any], batch: Any) -> None:
+        """Recompute the chosen rows of the batch; raise if they differ from the store."""
+        for row in np.flatnonzero(np.isin(ids, list(self._places))).tolist():
             number = int(ids[row])
-            made = self._maker.make(rows_of(batch, row, row + 1), alone=True)
-            other = self._differences(self._wanted.pop(number), made)
+            arrays = self._maker.make(rows_of(batch, row, row + 1), alone=True)
+            other = self._differences(self._places.pop(number), arrays)
             if other:
                 raise CaptureError(
-                    f"sample {number} was made again and came out otherwise than it is kept: the "
-                    "model or the task is not what it was, though weights and data are",
+                    f"sample {number} differs from the stored row when it is "
+                    "recomputed: the model or the task has changed, though "
+                    "weights and data have not",
+                    code="capture.function_changed",
                     path=self._earlier.path,
                     found="; ".join(other[:6]),
-                    fix="run the model's and the task's code of then; or keep these rows as another "
-                    "capture with name=; or delete the old one with store.delete(key) first",
+                    fix="Use the code of the model and the task of the earlier run, "
+                    "store these rows as another capture with name=, or delete the "
+                    "old one with store.delete(key) first.",
                 )
 
-    def _differences(self, place: int, made: MadeRows) -> list[str]:
+    def _differences(self, place: int, arrays_now: RowArrays) -> list[str]:
         block = self._earlier.block
-        found = []
-        names = [name for name in _VALUES if name in block.names and name in made.values]
-        kept = block.read_rows(np.array([place]), names)
+        differences = []
+        names = [name for name in _VALUES if name in block.names and name in arrays_now.values]
+        stored = block.read_rows(np.array([place]), names)
         for name in names:
-            was, now = np.asarray(kept[name])[0], np.asarray(made.values[name])[0]
+            was, now = np.asarray(stored[name])[0], np.asarray(arrays_now.values[name])[0]
             near = _WITHIN.get(str(now.dtype), 0.0)
             if not np.allclose(now, was, rtol=near, atol=near / 10, equal_nan=True):
-                found.append(f"{name} {now:.6g}, kept is {was:.6g}")
-        if not made.layers:
-            return found
+                differences.append(f"{name} {now:.6g}, stored {was:.6g}")
+        if not arrays_now.layers:
+            return differences
         of: Any = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
         gradients = gradients_of(block, self._earlier.key, None, of)
         before = gradients.rows([place]).factors
         for name, form in gradients.forms.items():
             arrays = [block.schema.array(array) for array in form.arrays]
             encoded = any(array.encoding != "plain" for array in arrays)
-            was, now = _gradient(form, before[name]), _gradient(form, made.layers[name])
+            was, now = _gradient(form, before[name]), _gradient(form, arrays_now.layers[name])
             near = 10 * _WITHIN.get(arrays[0].dtype, 1e-3)
             near = max(near, 3e-2 if encoded else 0.0, form.repeated_error)
             error, scale = float((now - was).norm()), float(was.norm())
             if not error <= near * scale:
-                found.append(f"gradient of {name} off by {error / max(scale, 1e-300):.1%}")
-        return found
+                differences.append(f"gradient of {name} off by {error / max(scale, 1e-300):.1%}")
+        return differences
 
 
 @torch.no_grad()
 def _gradient(form: AnyForm, rows: GradientRows) -> torch.Tensor:
-    """The whole gradient `[P]` of a single row."""
+    """Return the whole gradient `[P]` of a single row."""
     wide = rows.widened()
     return form.weighted_sum(wide, wide.example.new_ones(1, 1))[0].double().cpu()

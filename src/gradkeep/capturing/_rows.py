@@ -1,4 +1,4 @@
-"""Rows of a capture: gradients and the values beside them, made from batches and given to a writer."""
+"""Rows of a capture: gradients and other values, computed from batches and passed to a writer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
-from gradkeep.capturing._keeping import rows_to_store
 from gradkeep.capturing._loader import WithColumns, column_array, plain, without_columns
 from gradkeep.capturing._report import CaptureWarning
+from gradkeep.capturing._storage import rows_to_store
 from gradkeep.capturing._tracer import Reducer, Traced, check_measured, restore_gradients
-from gradkeep.capturing.tasks._tasks import losses_alone
+from gradkeep.capturing.tasks._tasks import measure_losses
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.store import Array, Layer, Ragged
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._audit import RowAudit
     from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._moments import FirstMoments
+    from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured, Task
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 Values = dict[str, Any]
 _TINY = 1e-18
-"""Length of a gradient whose square is next to the smallest number of float32."""
+"""Norm of a gradient whose square underflows in float32."""
 _MOST_JOINED = 4096
-"""Rows that are handed to a writer at once, if they take less than a mebibyte."""
+"""Rows that are passed to a writer at once, if they take less than 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadeRows:
+class RowArrays:
     """Some rows as they are stored."""
 
     values: Values
@@ -58,53 +58,53 @@ class MadeRows:
     gradients: dict[str, Any]
     """Gradients, by array."""
     layers: Mapping[str, GradientRows]
-    """The same by layer, in their forms."""
+    """Gradients by layer, in their forms."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RowMaker(abc.ABC):
-    """Makes the rows of a capture out of batches."""
+    """Compute the rows of a capture from batches."""
 
     watched: dict[str, nn.Module]
     """Modules whose outputs are stored as embeddings."""
     device: torch.device
-    kept: tuple[LayerKeeping, ...] = ()
+    layers: tuple[LayerStorage, ...] = ()
     audit: RowAudit | None = None
     moments: FirstMoments | None = None
-    """Adds up moments of the first rows, where layers are stored dense."""
+    """Sums moments of the first rows of layers that are stored dense."""
 
     @property
     def row_bytes(self) -> float:
         """Bytes on disk of one row's gradients, or about those of its values."""
-        return sum(keeping.row_bytes for keeping in self.kept) if self.kept else 512.0
+        return sum(layer.row_bytes for layer in self.layers) if self.layers else 512.0
 
     @property
     def joined(self) -> int:
-        """Rows that are handed to a writer at once: each append has its price."""
+        """Rows that are passed to a writer at once, as every append has a fixed cost."""
         return int(min(_MOST_JOINED, max(1.0, (1 << 20) / max(1.0, self.row_bytes))))
 
-    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
-        """Make the rows of a batch; `alone` without the plan that a run of equal batches has.
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> RowArrays:
+        """Compute the rows of a batch.
 
-        Some rows are audited where their `ids` are given.
+        `alone` ignores the memory plan of a run of equal batches. Some rows are audited if `ids` are given.
         """
         started, own = time.perf_counter(), without_columns(batch)
         with _first_outputs(self.watched) as outputs:
             traced = self._pass(own, alone=alone)
         if self.audit is not None and ids is not None:
             losses = traced.measured.losses.detach()
-            self.audit.look(ids, own, losses, traced, time.perf_counter() - started)
+            self.audit.check_batch(ids, own, losses, traced, time.perf_counter() - started)
         values = self._values(traced.measured) | _embeddings(outputs, batch_size(own))
         gradients, layers = self._gradients(traced, values)
         if isinstance(batch, WithColumns):
             values |= {name: column_array(name, one) for name, one in batch.columns.items()}
-        return MadeRows(values, gradients, layers)
+        return RowArrays(values, gradients, layers)
 
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers as a schema has them."""
+    def schema_layers(self) -> tuple[Layer, ...]:
+        """Return the layers for a schema."""
         return tuple(
             Layer(one.unit.name, one.unit.type, one.unit.size, form_to_fields(one.form))
-            for one in self.kept
+            for one in self.layers
         )
 
     @abc.abstractmethod
@@ -117,18 +117,18 @@ class RowMaker(abc.ABC):
     def _gradients(
         self, traced: Traced, values: Values
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
-        """Gradients by array and by layer; their lengths are added to the values."""
+        """Return gradients by array and by layer; their norms are added to `values`."""
 
     @abc.abstractmethod
     def fingerprints(self, values: Values) -> dict[str, str]:
-        """Facts that are compared when a capture is resumed."""
+        """Return facts that are compared when a capture is resumed."""
 
     def notes(self) -> list[str]:
-        """Warnings for the user."""
+        """Return warnings for the user."""
         return []
 
     def facts(self) -> list[str]:
-        """Lines of the report, beside the notes."""
+        """Return further lines of the report."""
         return []
 
 
@@ -140,14 +140,14 @@ def run_tracer(
     recompute: MemoryBudget | None,
     light: frozenset[nn.Module],
 ) -> Traced:
-    """Run a batch; where activations are recomputed, inside of a step of that budget."""
+    """Run a batch; if activations are recomputed, inside of a step of that budget."""
     if recompute is None:
         return tracer.run(batch, reducer=reducer, device=device)
     return tracer.run(batch, reducer=reducer, light=light, device=device, within=recompute.step)
 
 
 def traced_fingerprints(tracer: Tracer, values: Values, skipped: Sequence[str]) -> dict[str, str]:
-    """Whose gradients are stored, and which layers have none."""
+    """Return what is differentiated, and the layers without gradients."""
     outputs = tracer.of == "output" or (tracer.of is None and "slope" in values)
     return {
         "of": "output" if outputs else "loss",
@@ -158,7 +158,7 @@ def traced_fingerprints(tracer: Tracer, values: Values, skipped: Sequence[str]) 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GradientMaker(RowMaker):
-    """Makes rows with gradients."""
+    """Compute rows with gradients."""
 
     prepared: PreparedCapture
     recompute: MemoryBudget | None = None
@@ -166,7 +166,7 @@ class GradientMaker(RowMaker):
     def _pass(self, batch: Any, *, alone: bool) -> Traced:
         prepared = self.prepared
         reducer = Reducer(prepared.dense, restore_gradients) if prepared.dense else None
-        if self.moments is not None and not alone and self.moments.open:
+        if self.moments is not None and not alone and self.moments.needs_rows:
             reducer = self.moments.reducer()
         recompute = None if alone else self.recompute
         return run_tracer(prepared.tracer, batch, reducer, self.device, recompute, prepared.light)
@@ -175,23 +175,23 @@ class GradientMaker(RowMaker):
         self, traced: Traced, values: Values
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         with torch.no_grad():
-            factors, gradients = rows_to_store(self.kept, traced.pieces)
-            values |= norm_values(self.kept, factors)
+            factors, gradients = rows_to_store(self.layers, traced.pieces)
+            values |= norm_values(self.layers, factors)
         if self.moments is not None:
-            self.moments.add_batch(len(values["norm"]))  # a pass that failed does not count
+            self.moments.add_batch(len(values["norm"]))  # failed passes do not count
         return gradients, {unit.name: rows for unit, rows in factors.items()}
 
     def fingerprints(self, values: Values) -> dict[str, str]:
-        """Whose gradients these are, and which layers have none."""
+        """Return what is differentiated, and the layers without gradients."""
         skipped = [unit.name for unit in self.prepared.skipped]
         return traced_fingerprints(self.prepared.tracer, values, skipped)
 
     def notes(self) -> list[str]:
-        """Which layers are not stored, and why."""
+        """Return which layers are not stored, and why."""
         unused = ", ".join(unit.name for unit in self.prepared.tracer.unused)
         skipped = ", ".join(unit.name for unit in self.prepared.skipped)
         notes = [
-            (unused, "the task does not use these layers, so they were not kept"),
+            (unused, "the task does not use these layers, so they were not stored"),
             (skipped, "skipped, as no rule covers them"),
         ]
         return [f"{why}: {names}" for names, why in notes if names]
@@ -199,24 +199,24 @@ class GradientMaker(RowMaker):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LossMaker(RowMaker):
-    """Makes rows of losses, outputs, labels, predictions and probabilities: one forward pass."""
+    """Compute rows of losses, outputs, labels, predictions and probabilities, in one forward pass."""
 
     model: nn.Module
     task: Task
 
     @property
     def joined(self) -> int:
-        """As many as there may be: handing over would be a good part of a row's price."""
+        """Return the largest number: appending takes a large part of the time of such a row."""
         return _MOST_JOINED
 
     def _pass(self, batch: Any, *, alone: bool) -> Traced:
-        measured = losses_alone(self.task, self.model, to_device(batch, self.device))
+        measured = measure_losses(self.task, self.model, to_device(batch, self.device))
         check_measured("losses", measured.losses, batch_size(batch))
         return Traced(measured, {})
 
     def _values(self, measured: Measured) -> Values:
         values, logits = measured_values(measured), measured.logits
-        # Probabilities of more classes would be most of a row's bytes.
+        # For more classes they would be most of a row's bytes.
         if logits is not None and logits.shape[1] <= 256:
             values["probabilities"] = plain(logits.detach().float().softmax(1))
         return values
@@ -227,13 +227,13 @@ class LossMaker(RowMaker):
         return {}, {}
 
     def fingerprints(self, values: Values) -> dict[str, str]:
-        """That there are no gradients."""
+        """Return that there are no gradients."""
         return {"of": "nothing"}
 
 
 @dataclass(slots=True, eq=False)
 class RowFeed:
-    """Makes the rows of batches that a writer needs, in parts if they do not fit, and hands them over."""
+    """Compute the rows that a writer needs, in parts if they do not fit in memory, and append them."""
 
     writer: Writer
     maker: RowMaker
@@ -241,32 +241,32 @@ class RowFeed:
     """Samples that run at once; halved when memory runs out."""
     alarms: RowAlarms
     least: int = 1
-    """Rows that are joined before they are handed over."""
+    """Rows that are joined before they are appended."""
     reused: int = 0
-    """Rows of batches that were there already."""
+    """Rows of batches that were already stored."""
     _parts: list[tuple[Any, Values]] = field(default_factory=list)
 
     def add(self, ids: IdArray, digests: np.ndarray[Any, Any], batch: Any) -> None:
-        """Take a batch; while moments need rows, those that are there already run once more."""
+        """Add a batch; while moments need rows, stored rows are computed again."""
         start, count = 0, len(ids)
         if not self._parts and not self.writer.needs(count):
             self.reused += count
         while start < count:
-            left = count - start
-            # Parts of one size: a short last one would keep the processor waiting.
-            stop = start + math.ceil(left / math.ceil(left / self.at_once))
+            remaining = count - start
+            # Parts of equal size: a short last one would waste time.
+            stop = start + math.ceil(remaining / math.ceil(remaining / self.at_once))
             needed = self.least > 1 or self.writer.needs(stop - start)
             moments = self.maker.moments
-            if needed or (moments is not None and moments.open):
+            if needed or (moments is not None and moments.needs_rows):
                 part = batch if stop - start == count else rows_of(batch, start, stop)
                 try:
-                    made = self.maker.make(part, ids=ids[start:stop])
+                    arrays = self.maker.make(part, ids=ids[start:stop])
                 except (RuntimeError, MemoryError) as error:
                     self.at_once = _half_of(stop - start, error)
                     continue
                 if needed:
-                    self.alarms.look(ids[start:stop], made.values, self.maker.kept)
-                    values = made.values | {"example": digests[start:stop]} | made.gradients
+                    self.alarms.check_batch(ids[start:stop], arrays.values, self.maker.layers)
+                    values = arrays.values | {"example": digests[start:stop]} | arrays.gradients
                     self._parts.append((ids[start:stop], values))
             if not needed:
                 self.writer.skip(ids[start:stop])
@@ -275,7 +275,7 @@ class RowFeed:
             start = stop
 
     def flush(self) -> None:
-        """Hand over the rows that wait."""
+        """Append the buffered rows."""
         parts, self._parts = self._parts, []
         if len(parts) == 1:
             self.writer.append(*parts[0])
@@ -294,7 +294,7 @@ def _concatenated(parts: list[Any]) -> Any:
 
 
 def _half_of(rows: int, error: BaseException) -> int:
-    """Half the samples, if memory ran out; else the error goes on."""
+    """Return half the samples if memory ran out; else raise the error again."""
     words = ("can't allocate memory", "not enough memory", "out of memory")
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if not memory and not any(word in str(error).lower() for word in words):
@@ -302,15 +302,16 @@ def _half_of(rows: int, error: BaseException) -> int:
     if rows <= 1:
         raise CaptureError(
             "there is not enough memory for a single sample",
-            fix="capture fewer layers at a time (layers=, with another name=)",
+            code="capture.out_of_memory",
+            fix="Capture fewer layers at a time (layers=, with another name=).",
         ) from error
-    note = f"out of memory with {rows} samples at once: going on with {rows // 2}"
+    note = f"out of memory with {rows} samples at once: continuing with {rows // 2}"
     warnings.warn(note, CaptureWarning, stacklevel=4)
     return rows // 2
 
 
 def measured_values(measured: Measured) -> Values:
-    """Losses, outputs, slopes, labels, predictions and token losses, by the names of their arrays."""
+    """Return losses, outputs, slopes, labels, predictions and token losses by array name."""
     tensors = {
         "loss": measured.losses,
         "output": measured.outputs,
@@ -326,17 +327,17 @@ def measured_values(measured: Measured) -> Values:
 
 
 def norm_values(
-    kept: Sequence[LayerKeeping], factors: Mapping[LayerUnit, GradientRows]
+    layers: Sequence[LayerStorage], factors: Mapping[LayerUnit, GradientRows]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """The length of each sample's gradient `[B]`, and of those of its layers `[B, L]`."""
-    squared = [keeping.form.squared_norms(factors[keeping.unit]).clamp(min=0) for keeping in kept]
+    """Return the norm of each sample's gradient `[B]`, and by layer `[B, L]`."""
+    squared = [layer.form.squared_norms(factors[layer.unit]).clamp(min=0) for layer in layers]
     lengths = torch.stack(squared, 1).sqrt().cpu()
     whole = lengths.double().square().sum(1).sqrt().float()
     return {"norms": lengths.float().numpy(), "norm": whole.numpy()}
 
 
 def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
-    """The arrays that hold such values; NaN and infinity are refused in losses and lengths."""
+    """Build the arrays for these values; NaN and infinity are rejected in losses and norms."""
     arrays = []
     for name, value in values.items():
         ragged = isinstance(value, Ragged)
@@ -357,22 +358,23 @@ def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
     return tuple(arrays)
 
 
-def modules_named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules with these paths."""
+def find_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules with these paths."""
     known = dict(model.named_modules())
     for name in names:
         if name not in known:
             raise CaptureError(
-                f"no layer {name!r} to take embeddings from",
+                f"the model has no layer {name!r} to take embeddings from",
+                code="capture.unknown_embedding",
                 found=f"{', '.join(list(known)[1:9])} ...",
-                fix="give the path of a module, such as 'fc1'",
+                fix="Pass the path of a module, such as 'fc1'.",
             )
     return {name: known[name] for name in names}
 
 
 @contextlib.contextmanager
 def _first_outputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """The first output of each module while the block runs."""
+    """Collect the first output of each module while the block runs."""
     outputs: dict[str, torch.Tensor] = {}
     names = {module: name for name, module in modules.items()}
 
@@ -388,14 +390,16 @@ def _first_outputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, torch.Te
 
 
 def _embeddings(outputs: dict[str, torch.Tensor], rows: int) -> Values:
-    """One vector `[B, D]` per sample: the mean over pixels `[B, D, ...]` or tokens `[B, T, D]`."""
+    """Return one vector `[B, D]` per sample: the mean over pixels `[B, D, ...]` or tokens `[B, T, D]`."""
     values = {}
     for name, output in outputs.items():
         if output.dim() < 2 or len(output) != rows:
             raise CaptureError(
-                f"layer {name} puts out no vector per sample",
+                f"the output of layer {name} is not one vector per sample",
+                code="capture.embedding_shape",
                 found=f"shape {tuple(output.shape)} for {rows} samples",
                 expected="[B, D], [B, T, D] or [B, D, H, W]",
+                fix="Choose another layer with embeddings=.",
             )
         if output.dim() == 3:
             output = output.mean(1)
@@ -407,22 +411,22 @@ def _embeddings(outputs: dict[str, torch.Tensor], rows: int) -> Values:
 
 @dataclass(slots=True)
 class RowAlarms:
-    """Counts of suspicious gradients."""
+    """Count suspicious gradients."""
 
     rows: int = 0
     zero: int = 0
     tiny: int = 0
     example: int | None = None
-    """The first row without a gradient."""
+    """First row with a zero gradient."""
 
-    def look(self, ids: IdArray, values: Values, kept: Sequence[LayerKeeping]) -> None:
-        """Stop at NaN and infinity, which would spoil every answer; count vanished gradients."""
+    def check_batch(self, ids: IdArray, values: Values, layers: Sequence[LayerStorage]) -> None:
+        """Raise for NaN and infinity, which would spoil every score; count zero and tiny gradients."""
         _check_finite("loss", ids, np.isfinite(values["loss"]))
-        if not kept:
+        if not layers:
             return
         if "norms" in values:
-            for keeping, finite in zip(kept, np.isfinite(values["norms"]).T, strict=True):
-                _check_finite(f"gradient in layer {keeping.unit.name}", ids, finite)
+            for layer, finite in zip(layers, np.isfinite(values["norms"]).T, strict=True):
+                _check_finite(f"gradient in layer {layer.unit.name}", ids, finite)
         total = values["norm"]
         _check_finite("gradient", ids, np.isfinite(total))
         zero = total == 0
@@ -433,35 +437,38 @@ class RowAlarms:
             self.example = int(ids[zero.argmax()])
 
     def check_all_zero(self) -> None:
-        """Raise before anything is sealed if there was not a single gradient."""
+        """Raise before anything is sealed if all gradients are zero or too small."""
         if self.tiny and self.zero + self.tiny == self.rows:
             raise CaptureError(
-                f"all gradients are shorter than {_TINY:g}: products of them are zero in float32",
-                fix="multiply the loss of the task by a constant, such as 1e20",
+                f"all gradients are shorter than {_TINY:g}, so their products are zero in float32",
+                code="capture.tiny_gradients",
+                fix="Multiply the loss of the task by a constant, such as 1e20.",
             )
         if self.rows and self.zero == self.rows:
             raise CaptureError(
-                "all gradients are zero: there is nothing to answer questions with",
-                fix="check the task and the labels; dead units or a detached loss do this",
+                "all gradients are zero",
+                code="capture.zero_gradients",
+                fix="Check the task and the labels; dead units or a detached loss cause this.",
             )
 
     def notes(self) -> list[str]:
-        """Warnings for the user."""
+        """Return warnings for the user."""
         notes = []
         if self.zero:
             notes.append(
                 f"{self.zero} of {self.rows} samples have a gradient of exactly zero, the first "
-                f"is {self.example}: no method can say anything about them"
+                f"is {self.example}: their scores are zero"
             )
         if self.tiny:
             notes.append(f"{self.tiny} samples have gradients below {_TINY:g}: they may underflow")
         return notes
 
 
-def _check_finite(what: str, ids: IdArray, finite: np.ndarray[Any, Any]) -> None:
+def _check_finite(name: str, ids: IdArray, finite: np.ndarray[Any, Any]) -> None:
     if not finite.all():
         raise CaptureError(
-            f"the {what} of sample {ids[int((~finite).argmax())]} is not a number; nothing of this "
-            "batch was kept",
-            fix="look at that sample, or capture an earlier checkpoint: training diverged",
+            f"the {name} of sample {ids[int((~finite).argmax())]} is not finite; "
+            "nothing of this batch was stored",
+            code="capture.not_finite",
+            fix="Check that sample, or capture an earlier checkpoint: training diverged.",
         )

@@ -1,4 +1,4 @@
-"""Sequences: packed batches taken apart, and rows that a model cannot read."""
+"""Sequences: unpack packed batches, and check rows that a model cannot read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from gradkeep.capturing._batches import rows_of, to_device
-from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready
+from gradkeep.capturing._readiness import device_of, has_active_dropout, in_mode, ready
 from gradkeep.capturing.tasks._language import LanguageModeling, has_decoder
 from gradkeep.errors import CaptureError
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 BOUNDS = ("cu_seq_lens", "cu_seqlens", "cu_seq_len", "sequence_lengths_cumulative")
-"""How the names begin that are given to the ends of documents, counted in tokens."""
+"""Prefixes of the names of cumulative document lengths, in tokens."""
 NUMBERS = ("seq_idx", "sequence_ids", "segment_ids", "document_ids", "doc_ids")
-"""The names that are given to the number of each token's document."""
+"""Names of the document number of each token."""
 MASK, POSITIONS = "attention_mask", "position_ids"
 _FIX = (
-    "say where documents begin with cu_seq_lens_q, or with an attention_mask that is 0 at padding; or "
-    "pad instead of packing; if a pack is meant to be one sample, subclass the task and set "
-    "packed = True"
+    "Mark where documents begin with cu_seq_lens_q, or with an attention_mask that is 0 at padding, or "
+    "pad instead of packing. If a pack is meant to be one sample, subclass the task and set "
+    "packed = True."
 )
 
 
@@ -50,10 +50,10 @@ class Document:
 
 
 def documents_of(batch: Any) -> tuple[Document, ...] | None:
-    """The documents of a batch whose rows hold several of them; None where each row is one.
+    """Return the documents of a batch whose rows hold several of them; None if each row is one.
 
-    They are found by what padding-free collators give: `cu_seq_lens_q` and the like, `seq_idx`,
-    a mask that numbers documents or keeps them apart `[B, 1, T, T]`, or positions that begin anew.
+    They are identified as padding-free collators mark them: by `cu_seq_lens_q` and the like, `seq_idx`, a
+    mask that numbers documents or separates them `[B, 1, T, T]`, or positions that start again.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -61,17 +61,21 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             continue
         if name.startswith(BOUNDS) and value.numel() > 2:
-            found = _between(value, batch_shape(batch), batch)
-            return found if len({document.row for document in found}) < len(found) else None
+            documents = _between(value, batch_shape(batch), batch)
+            return (
+                documents
+                if len({document.row for document in documents}) < len(documents)
+                else None
+            )
         if name in NUMBERS and value.dim() == 2 and bool((value != value[:, :1]).any()):
             return _runs(value, _mask(batch, value) & (value >= 0))
     mask = batch.get(MASK)
     if _is_whole(mask) and mask.dim() == 2 and bool((mask > 1).any()):
         return _runs(mask, mask > 0)
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3]:
-        found = _apart(mask)
-        if len({document.row for document in found}) < len(found):
-            return found
+        documents = _separated_documents(mask)
+        if len({document.row for document in documents}) < len(documents):
+            return documents
     places = batch.get(POSITIONS)
     if _is_whole(places) and places.dim() == 2:
         return _restarts(places, _mask(batch, places))
@@ -79,12 +83,12 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
 
 
 def may_pack(batch: Any) -> bool:
-    """Whether batches like this one, which need not be packed itself, can hold packs."""
+    """Return True if batches like this one can hold packs, even if this one does not."""
     if not isinstance(batch, Mapping):
         return False
     names = [name for name in batch if isinstance(name, str)]
-    told = any(name.startswith(BOUNDS) or name in (*NUMBERS, POSITIONS) for name in names)
-    return told or documents_of(batch) is not None
+    is_marked = any(name.startswith(BOUNDS) or name in (*NUMBERS, POSITIONS) for name in names)
+    return is_marked or documents_of(batch) is not None
 
 
 def _is_whole(value: Any) -> TypeGuard[torch.Tensor]:
@@ -92,7 +96,7 @@ def _is_whole(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _mask(batch: Mapping[Any, Any], like: torch.Tensor) -> torch.Tensor:
-    """Where tokens are, `[B, T]`; everywhere, if nothing says otherwise."""
+    """Return where tokens are, `[B, T]`; everywhere without a mask."""
     mask = batch.get(MASK)
     if isinstance(mask, torch.Tensor) and mask.shape == like.shape:
         return mask != 0
@@ -100,7 +104,7 @@ def _mask(batch: Mapping[Any, Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def batch_shape(batch: Mapping[Any, Any]) -> tuple[int, int]:
-    """Rows and tokens of a batch."""
+    """Return the number of rows and tokens of a batch."""
     tokens = batch.get("input_ids")
     if isinstance(tokens, torch.Tensor) and tokens.dim() == 2:
         return tokens.shape[0], tokens.shape[1]
@@ -108,7 +112,8 @@ def batch_shape(batch: Mapping[Any, Any]) -> tuple[int, int]:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             return value.shape[0], value.shape[1]
     raise CaptureError(
-        "documents of a batch without tokens",
+        "the batch marks documents but has no tokens",
+        code="capture.documents_without_tokens",
         found=f"a dict with {', '.join(map(str, batch))}",
         expected="input_ids [B, T]",
     )
@@ -117,47 +122,53 @@ def batch_shape(batch: Mapping[Any, Any]) -> tuple[int, int]:
 def _between(
     bounds: torch.Tensor, shape: tuple[int, int], batch: Mapping[Any, Any]
 ) -> tuple[Document, ...]:
-    """The documents between bounds `[n + 1]` that count on over rows, or `[B, n + 1]` for each row."""
+    """Return the documents between bounds `[n + 1]` over all rows, or `[B, n + 1]` per row."""
     count, length = shape
     whole = bounds.dim() == 1
     rows = [bounds.tolist()] if whole else bounds.tolist()
     width = count * length if whole else length
     labels: Any = batch.get("labels")
     known = isinstance(labels, torch.Tensor) and labels.numel() == count * length
-    found = []
+    documents = []
     for number, ends in enumerate(rows):
         falls = any(later < earlier for earlier, later in itertools.pairwise(ends))
         if len(rows) != (1 if whole else count) or ends[0] != 0 or falls or ends[-1] > width:
-            raise _unclear(f"ends of documents {ends[:8]} in {count} rows of {length} tokens")
+            raise _unclear_documents_error(
+                f"ends of documents {ends[:8]} in {count} rows of {length} tokens"
+            )
         first = number * length
         for start, stop in itertools.pairwise(ends):
             row, place = divmod(first + start, length)
             if place + stop - start > length:
-                raise _unclear(f"a document of tokens {start} to {stop} in rows of {length}")
-            if start < stop:  # ends are filled up with the last one
-                found.append(Document(row, place, place + stop - start))
+                raise _unclear_documents_error(
+                    f"a document of tokens {start} to {stop} in rows of {length}"
+                )
+            if start < stop:  # bounds are padded with the last one
+                documents.append(Document(row, place, place + stop - start))
         behind = slice(first + ends[-1], first + width)
         if ends[-1] < width and not (known and bool((labels.reshape(-1)[behind] < 0).all())):
-            raise _unclear(f"{width - ends[-1]} tokens after the last document, or labels there")
-    return tuple(found)
+            raise _unclear_documents_error(
+                f"{width - ends[-1]} tokens after the last document, or labels there"
+            )
+    return tuple(documents)
 
 
 def _runs(numbers: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...]:
-    """The runs of equal numbers in each row `[B, T]`, padding left out."""
-    found = []
+    """Return the runs of equal numbers in each row `[B, T]`, without padding."""
+    documents = []
     for row, (own, real) in enumerate(zip(numbers.tolist(), valid.tolist(), strict=True)):
         start = 0
         for at in range(1, len(own) + 1):
             if at < len(own) and own[at] == own[start] and real[at] == real[start]:
                 continue
             if real[start]:
-                found.append(Document(row, start, at))
+                documents.append(Document(row, start, at))
             start = at
-    return tuple(found)
+    return tuple(documents)
 
 
-def _apart(mask: torch.Tensor) -> tuple[Document, ...]:
-    """The documents that a mask `[B, 1, T, T]` keeps apart: a token that may not see the one before."""
+def _separated_documents(mask: torch.Tensor) -> tuple[Document, ...]:
+    """Return the documents that a mask `[B, 1, T, T]` separates: their first token cannot see the one before."""
     seen = mask[:, 0]
     seen = seen == 0 if seen.dtype.is_floating_point and bool((seen < 0).any()) else seen != 0
     itself = seen.diagonal(dim1=1, dim2=2)
@@ -167,7 +178,7 @@ def _apart(mask: torch.Tensor) -> tuple[Document, ...]:
 
 
 def _restarts(places: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...] | None:
-    """The documents of rows that count from their first position again; padding may say anything."""
+    """Return the documents of rows whose positions start again; positions of padding are ignored."""
     far = torch.iinfo(places.dtype).max
     first = places.masked_fill(~valid, far).amin(1, keepdim=True)
     lowest = (places == first) & valid
@@ -181,17 +192,18 @@ def _restarts(places: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...]
     wrong[:, 0] = valid[:, 0] & ~second[:, 0]
     if bool(wrong.any()):
         row, at = wrong.nonzero()[0].tolist()
-        told = places[row, max(at - 2, 0) : at + 3].tolist()
-        raise _unclear(
-            f"positions {told} around token {at} of a row: padding, or a short document?"
+        nearby = places[row, max(at - 2, 0) : at + 3].tolist()
+        raise _unclear_documents_error(
+            f"positions {nearby} around token {at} of a row: padding, or a short document?"
         )
     return _runs((second & valid).cumsum(1), valid)
 
 
-def _unclear(found: str) -> CaptureError:
+def _unclear_documents_error(reason: str) -> CaptureError:
     return CaptureError(
-        "several documents in one row, and it is not clear where they begin",
-        found=found,
+        "a row holds several documents, but not where they begin",
+        code="capture.unclear_documents",
+        found=reason,
         fix=_FIX,
     )
 
@@ -202,20 +214,20 @@ _LABELS = "labels"
 
 @dataclass(frozen=True, slots=True)
 class Unpacking:
-    """How packed batches are taken apart.
+    """Split packed batches into documents.
 
-    The documents of a pack become rows of one batch, padded at the end to the longest, where the
-    model has a mask to tell padding by; else documents of one length that follow each other do.
+    If the model takes a mask, the documents of a pack become rows of one batch, padded at the end to the
+    longest; else consecutive documents of equal length do.
     """
 
     padded: bool
     ignored: int = -100
-    """The label of padding."""
+    """Label of padding."""
     measure: Callable[[Any], torch.Tensor] | None = None
-    """The losses `[B]` of a batch, by which it shows whether padding changes anything."""
+    """Computes the losses `[B]` of a batch, to test whether padding changes them."""
 
     def settled(self, first: Any) -> Self:
-        """The same, without padding if that changes the loss of the shortest document of a pack."""
+        """Return the same, without padding if that changes the loss of the shortest document of a pack."""
         documents = documents_of(first)
         if documents is None or not self.padded or self.measure is None:
             return self
@@ -224,20 +236,20 @@ class Unpacking:
             return self
         (padded,) = self.parts(first)
         short = lengths.index(min(lengths))
-        alone = self._made(first, documents, short, short + 1)
+        alone = self._build_batch(first, documents, short, short + 1)
         try:
             with torch.no_grad():
-                wanted = self.measure(alone)[0]
-                found = self.measure(rows_of(padded, short, short + 1))[0]
-        except Exception:  # what is wrong with the model or the batch is told where it is captured
+                unpadded_loss = self.measure(alone)[0]
+                padded_loss = self.measure(rows_of(padded, short, short + 1))[0]
+        except Exception:  # reported when the batch is captured
             return self
-        # How much the loss of a document may change by padding, which adds up in another order.
-        if bool((found - wanted).abs() <= 1e-4 * wanted.abs().clamp(min=1)):
+        # Padding may change the loss by 1e-4, as sums are rounded differently.
+        if bool((padded_loss - unpadded_loss).abs() <= 1e-4 * unpadded_loss.abs().clamp(min=1)):
             return self
         return dataclasses.replace(self, padded=False)
 
     def parts(self, batch: Any) -> list[Any]:
-        """The batches `[documents, T]` that a batch is made into; one that is not packed stays."""
+        """Split a batch into batches `[documents, T]`; one that is not packed stays."""
         documents = documents_of(batch)
         if documents is None:
             return [batch]
@@ -246,43 +258,43 @@ class Unpacking:
         if not self.padded:
             changes = [at for at in range(1, len(lengths)) if lengths[at] != lengths[at - 1]]
             runs = list(itertools.pairwise([0, *changes, len(lengths)]))
-        return [self._made(batch, documents, start, stop) for start, stop in runs]
+        return [self._build_batch(batch, documents, start, stop) for start, stop in runs]
 
-    def _made(
+    def _build_batch(
         self, batch: Mapping[str, Any], documents: Sequence[Document], start: int, stop: int
     ) -> dict[str, Any]:
         own = documents[start:stop]
         lengths = torch.tensor([document.stop - document.start for document in own])
         places = torch.arange(int(lengths.max())).expand(len(own), -1)
         shape = batch_shape(batch)
-        made: dict[str, Any] = {}
-        for name, given in batch.items():
-            value = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
+        entries: dict[str, Any] = {}
+        for name, entry in batch.items():
+            value = torch.from_numpy(entry) if isinstance(entry, np.ndarray) else entry
             if name == MASK or name in NUMBERS or str(name).startswith((*BOUNDS, *_DROPPED)):
                 continue
             is_tensor = isinstance(value, torch.Tensor)
             counts = isinstance(value, list | tuple) or (is_tensor and value.dim() > 0)
             size = len(value) if counts else None
             if name == POSITIONS:
-                made[name] = places + _first_place(value, documents, shape)
+                entries[name] = places + _first_place(value, documents, shape)
             elif is_tensor and value.shape[:2] == shape:
                 pieces = [value[d.row, d.start : d.stop] for d in own]
                 fill = self.ignored if name.endswith(_LABELS) else 0
-                made[name] = pad_sequence(pieces, batch_first=True, padding_value=fill)
+                entries[name] = pad_sequence(pieces, batch_first=True, padding_value=fill)
             elif size == len(documents):
-                made[name] = value[start:stop]
+                entries[name] = value[start:stop]
             elif size == shape[0]:
                 rows = [document.row for document in own]
-                made[name] = value[rows] if is_tensor else [value[row] for row in rows]
+                entries[name] = value[rows] if is_tensor else [value[row] for row in rows]
             else:
-                made[name] = value
+                entries[name] = value
         if MASK in batch or bool((lengths < lengths.max()).any()):
-            made[MASK] = (places < lengths.unsqueeze(1)).long()
-        return made
+            entries[MASK] = (places < lengths.unsqueeze(1)).long()
+        return entries
 
 
 def _first_place(value: Any, documents: Sequence[Document], shape: tuple[int, int]) -> int:
-    """The position that all documents begin with; 0 where positions count on."""
+    """Return the first position of all documents; 0 if positions continue over documents."""
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         return 0
     first = {int(value[document.row, document.start]) for document in documents}
@@ -290,13 +302,13 @@ def _first_place(value: Any, documents: Sequence[Document], shape: tuple[int, in
 
 
 def unpacking_for(model: nn.Module, task: Task, mode: Mode | None) -> Unpacking | None:
-    """How packs are taken apart for a model; None if the task takes a pack for one sample."""
+    """Return how packs are split for a model; None if the task treats a pack as one sample."""
     if task.packed:
         return None
 
     def measure(batch: Any) -> torch.Tensor:
         with ready(model), in_mode(model, mode):
-            if draws_at_random(model):
+            if has_active_dropout(model):
                 return torch.zeros(1)  # two passes differ anyway
             return task.measure_losses(model, to_device(batch, device_of(model))).losses
 
@@ -314,21 +326,21 @@ def _takes_mask(model: nn.Module) -> bool:
 
 
 _TABLES = ("wpe", "position_embeddings", "embed_positions", "pos_embed", "pos_emb", "positions")
-_KEPT = "nothing of this batch was kept, and what was kept before stays"
+_NOT_STORED = "nothing of this batch was stored"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceChecks:
-    """What a model can read, as far as it says so, and the task that makes losses of it."""
+    """Limits of a model, as far as known, and the task that computes losses."""
 
     vocabulary: int | None
-    """Tokens that the model has a vector for."""
+    """Number of tokens that the model has a vector for."""
     positions: int | None
-    """Places that it has a vector for; None where positions are computed, or not known."""
+    """Number of positions that it has a vector for; None if computed or unknown."""
     task: Task
 
     def check(self, ids: Ids, batch: Any) -> None:
-        """Raise for the first row with an unknown token, too many tokens, or no label to learn."""
+        """Raise for the first row with an unknown token, too many tokens, or no label."""
         is_language = isinstance(self.task, LanguageModeling)
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if tokens is None and is_language:
@@ -342,12 +354,14 @@ class SequenceChecks:
                 wrong = (tokens < 0) | (tokens >= self.vocabulary)
                 row, place = wrong.nonzero()[0].tolist()
                 raise CaptureError(
-                    f"sample {ids[row]} has a token that the model does not know; {_KEPT}",
-                    found=f"token {int(tokens[row, place])} at place {place}; "
-                    f"{int(wrong.any(1).sum())} of {len(ids)} rows have such",
+                    f"sample {ids[row]} has a token that the model does not know; {_NOT_STORED}",
+                    code="capture.unknown_token",
+                    found=f"token {int(tokens[row, place])} at place {place}, one of "
+                    f"{int(wrong.any(1).sum())} such rows of {len(ids)}",
                     expected=f"tokens from 0 to {self.vocabulary - 1}",
-                    fix="use the tokenizer that belongs to the model; if tokens were added to it, "
-                    "model.resize_token_embeddings(len(tokenizer)) and train first",
+                    fix="Use the tokenizer of the model. If tokens were added to it, "
+                    "call model.resize_token_embeddings(len(tokenizer)) and train "
+                    "first.",
                 )
         if self.positions is not None and tokens.shape[1] > self.positions:
             lengths = torch.full((len(ids),), tokens.shape[1])
@@ -355,12 +369,13 @@ class SequenceChecks:
                 lengths = torch.count_nonzero(mask, 1)
             row = int(lengths.argmax())
             raise CaptureError(
-                f"sample {ids[row]} is longer than the model can read; {_KEPT}",
+                f"sample {ids[row]} is longer than the model can read; {_NOT_STORED}",
+                code="capture.too_long",
                 found=f"{int(lengths[row])} tokens, padded to {tokens.shape[1]}",
                 expected=f"at most {self.positions}, the positions that the model has",
-                fix="truncate, or cut documents into chunks, as in training",
+                fix="Truncate, or cut documents into chunks, as in training.",
             )
-        # Other tasks make losses of something else.
+        # Other tasks compute losses from something else.
         if is_language and type(self.task).measure is LanguageModeling.measure:
             self._check_labels(ids, batch)
 
@@ -372,11 +387,13 @@ class SequenceChecks:
         none = (targets == ignored).all(1)
         if bool(none.any()):
             raise CaptureError(
-                f"all labels of sample {ids[int(none.nonzero()[0])]} are ignored, so that it has no "
-                f"loss and no gradient; {_KEPT}",
+                f"all labels of sample {ids[int(none.nonzero()[0])]} are "
+                f"ignored, so it has no loss; {_NOT_STORED}",
+                code="capture.no_labels_left",
                 found=f"{int(none.sum())} of {len(ids)} rows with nothing but {ignored}",
-                fix="leave such rows out of the data set (truncation may have cut the answer off, or "
-                "a document may have a single token), and give ids= to keep the others' ids",
+                fix="Leave such rows out of the data set (truncation may have cut the "
+                "answer off, or a document may have a single token), and pass ids= "
+                "to keep the others' ids.",
             )
         if self.vocabulary is None:
             return
@@ -384,15 +401,16 @@ class SequenceChecks:
         if bool(wrong.any()):
             row, place = wrong.nonzero()[0].tolist()
             raise CaptureError(
-                f"sample {ids[row]} has a label that is no token of the model; {_KEPT}",
+                f"sample {ids[row]} has a label that is not a token of the model; {_NOT_STORED}",
+                code="capture.unknown_label",
                 found=f"label {int(targets[row, place])}",
                 expected=f"0 to {self.vocabulary - 1}, or {ignored} for what is ignored",
-                fix="use the tokenizer that belongs to the model",
+                fix="Use the tokenizer of the model.",
             )
 
 
 def sequence_checks(model: nn.Module, task: Task) -> SequenceChecks:
-    """The model's limits, as far as they are known without running it."""
+    """Return the model's limits, as far as they are known without running it."""
     if isinstance(task, LanguageModeling) and has_decoder(model):
         task = dataclasses.replace(task, shift=False)
     table: Any = None
@@ -405,5 +423,5 @@ def sequence_checks(model: nn.Module, task: Task) -> SequenceChecks:
         is_table = path.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding)
         if is_table and isinstance(most, int) and most <= module.num_embeddings:
             return SequenceChecks(vocabulary, most, task)
-    # Positions that are computed, as rotations are, have no end.
+    # Computed positions, such as rotary ones, have no limit.
     return SequenceChecks(vocabulary, None, task)

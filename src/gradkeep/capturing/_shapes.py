@@ -1,4 +1,4 @@
-"""Shapes of a capture before it runs: a pass over tensors that hold no numbers, and its work."""
+"""Shapes of a capture before it runs: a pass over fake tensors, and its operations."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradkeep.capturing._batches import batch_size, with_leaves
+from gradkeep.capturing._batches import batch_size, map_leaves
 from gradkeep.capturing._first_batch import (
     PreparedCapture,
-    storages_wanted,
+    requested_storages,
 )
-from gradkeep.capturing._keeping import choose_storage
-from gradkeep.capturing._proofs import is_shared, ways_to_capture
+from gradkeep.capturing._proofs import candidate_rules, is_shared
 from gradkeep.capturing._readiness import LOW, in_mode
+from gradkeep.capturing._storage import choose_storage
 from gradkeep.capturing._tracer import LayerCall, Tracer, fill
 from gradkeep.capturing.rules._layers import (
     LayerGradients,
@@ -39,7 +39,7 @@ from gradkeep.capturing.rules._rules import (
     tensors,
     unit_gradients,
     units_of,
-    watched,
+    watched_modules,
 )
 from gradkeep.errors import CaptureError
 from gradkeep.factors._cost import FLOPS, WRITE
@@ -54,42 +54,42 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._tasks import Measured, Task
 
     Numbers = Mapping[int, torch.Tensor]
-    """The real tensors of a batch, by the storages of those that stand for them."""
+    """Real tensors of a batch, by the storages of the fake ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassWork:
-    """What one pass over one sample takes, forward and back to the layers' outputs."""
+    """Cost of one pass over one sample, forward and backward to the layers' outputs."""
 
     flops: float
     written: float
-    """Values that its operators write."""
+    """Values that operators write."""
     saved: float
-    """Bytes that autograd holds in between."""
+    """Bytes that autograd saves."""
     largest: float
     """Bytes of the largest tensor that is written."""
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of one core of a server; each written value is touched four times."""
+        """Predicted seconds on one core of a server; each written value is accessed four times."""
         return self.flops / FLOPS + 4 * self.written * WRITE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapedCapture:
-    """A capture whose tensors have shapes, but no numbers."""
+    """A capture whose tensors have shapes, but no values."""
 
     prepared: PreparedCapture
     rows: int
-    """Samples of the batch that it was found out with."""
+    """Samples of the probe batch."""
     work: PassWork
     values: float
-    """Bytes a row of what any capture keeps beside gradients, such as losses."""
+    """Bytes per row of values beside gradients, such as losses."""
     token_values: float
-    """Bytes a row of the losses of tokens, which captures of coordinates do not keep."""
+    """Bytes per row of token losses, which compressed captures do not store."""
 
 
-def shaped_capture(
+def plan_shapes(
     model: nn.Module,
     task: Task,
     batch: Any,
@@ -97,16 +97,16 @@ def shaped_capture(
     *,
     mode: Mode | None = "eval",
 ) -> ShapedCapture:
-    """Find out from shapes how each chosen layer is captured, and what one pass takes.
+    """Determine from shapes how each chosen layer is captured, and the cost of one pass.
 
-    The weights may be on the meta device; real ones are not read. Nothing is proved against autograd.
-    Whatever needs numbers to know its shapes, such as a branch on a value, is an error of torch. Cost:
-    the calls of one forward and two backward passes, without their arithmetic.
+    The weights may be on the meta device; real ones are not read. Nothing is proved against autograd. Models
+    whose shapes depend on values, such as a branch on a value, raise an error of torch. Cost: the calls of one
+    forward and two backward passes, without their arithmetic.
     """
     rows = batch_size(batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     hollow = _hollow_model(model, fake)
-    given, numbers = _hollow_batch(batch, fake)
+    fake_batch, numbers = _hollow_batch(batch, fake)
     units = select_layers(units_of(hollow), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(hollow, task, settings.of)
     count = PassCount(hollow)
@@ -115,8 +115,8 @@ def shaped_capture(
             count.operators(),
             torch.autograd.graph.saved_tensors_hooks(count.saving, lambda tensor: tensor),
         ):
-            modules = [*watched(units), *hollow.modules()]
-            measured, target, calls = tracer.forward(modules, given)
+            modules = [*watched_modules(units), *hollow.modules()]
+            measured, target, calls = tracer.forward(modules, fake_batch)
         reached = torch.autograd.grad(
             target.sum(), tensors(units), retain_graph=True, allow_unused=True
         )
@@ -127,30 +127,32 @@ def shaped_capture(
     unused = [unit for unit in units if unit not in used]
     shapes = _Pieces(hollow, calls, rows, numbers)
     pieces = dict(shapes.piece(unit) for unit in used)
-    wanted = storages_wanted(list(pieces), settings.keep, {})
-    # What a tolerance leaves of a rank depends on numbers: factors are the most that it can be.
-    wanted = {unit: "factors" if way == "low rank" else way for unit, way in wanted.items()}
-    kept = choose_storage(
+    requested = requested_storages(list(pieces), settings.keep, {})
+    # The rank within a tolerance depends on values: factors are an upper bound.
+    requested = {
+        unit: "factors" if storage == "low rank" else storage for unit, storage in requested.items()
+    }
+    layers = choose_storage(
         pieces,
         encoding=settings.encoding,
-        wanted=wanted,
+        requested=requested,
         tolerance=0.0,
         tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
     tracer = dataclasses.replace(tracer, units=tuple(pieces), unused=tuple(unused))
-    prepared = PreparedCapture(tracer, tuple(kept), (), pieces)
-    return _shaped(prepared, measured, count.a_row(rows), rows)
+    prepared = PreparedCapture(tracer, tuple(layers), (), pieces)
+    return _shaped(prepared, measured, count.per_row(rows), rows)
 
 
-def shapes_of(prepared: PreparedCapture, batch: Any) -> ShapedCapture:
-    """The same of a capture that is prepared with numbers; one pass over the batch."""
+def measure_shapes(prepared: PreparedCapture, batch: Any) -> ShapedCapture:
+    """Measure the shapes of a prepared capture, in one pass over the batch."""
     rows, tracer = batch_size(batch), prepared.tracer
     count = PassCount(tracer.model)
     with count.operators():
         with torch.autograd.graph.saved_tensors_hooks(count.saving, lambda tensor: tensor):
-            measured, target, calls = tracer.forward(watched(tracer.units), batch)
+            measured, target, calls = tracer.forward(watched_modules(tracer.units), batch)
         fill(calls, target)
-    return _shaped(prepared, measured, count.a_row(rows), rows)
+    return _shaped(prepared, measured, count.per_row(rows), rows)
 
 
 def _shaped(
@@ -169,18 +171,18 @@ def _shaped(
 
 
 def _hollow_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The same model with weights that hold nothing; the given one's are neither copied nor read."""
-    stand_ins: dict[int, Any] = {}
+    """Copy a model with fake weights; real ones are neither copied nor read."""
+    fakes: dict[int, Any] = {}
     with mode:
         for parameter in model.parameters():
-            stand_ins[id(parameter)] = nn.Parameter(
+            fakes[id(parameter)] = nn.Parameter(
                 _like(parameter), requires_grad=parameter.requires_grad
             )
         plain = [value for module in model.modules() for value in vars(module).values()]
         for tensor in (*model.buffers(), *plain):
             if isinstance(tensor, torch.Tensor):
-                stand_ins[id(tensor)] = _like(tensor)
-    return copy.deepcopy(model, stand_ins)
+                fakes[id(tensor)] = _like(tensor)
+    return copy.deepcopy(model, fakes)
 
 
 def _hollow_batch(batch: Any, mode: FakeTensorMode) -> tuple[Any, Numbers]:
@@ -192,17 +194,16 @@ def _hollow_batch(batch: Any, mode: FakeTensorMode) -> tuple[Any, Numbers]:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with mode:
-            made = _like(leaf)
+            fake = _like(leaf)
         if not leaf.is_meta:
-            numbers[_storage(made)] = leaf
-        return made
+            numbers[_storage(fake)] = leaf
+        return fake
 
-    return with_leaves(batch, hollow), numbers
+    return map_leaves(batch, hollow), numbers
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    # As if on the processor: there, what a model makes on its own meets its weights.
-    # What has 16 bits is computed with as float32.
+    # On the CPU, where tensors that a model creates are by default; 16 bits are widened to float32.
     dtype = torch.float32 if tensor.dtype in LOW else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="cpu")
 
@@ -212,7 +213,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class PassCount:
-    """Counts the operators of a pass, and what autograd saves in it."""
+    """Count the operators of a pass, and the bytes that autograd saves."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {_storage(parameter) for parameter in model.parameters()}
@@ -222,26 +223,28 @@ class PassCount:
 
     @contextlib.contextmanager
     def operators(self) -> Iterator[None]:
-        """Count those that run until the block ends."""
+        """Count operators until the block ends."""
         with FlopCounterMode(display=False) as flops, self._written:
             yield
         self._flops += flops.get_total_flops()
 
     def saving(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that autograd saves; storages are held, or another would get their place."""
+        """Count a tensor that autograd saves, holding its storage so that addresses are not reused."""
         if _storage(tensor) not in self._weights:
             self._saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor
 
-    def a_row(self, rows: int) -> PassWork:
-        """What was counted, for one of so many rows."""
+    def per_row(self, rows: int) -> PassWork:
+        """Return the cost per row."""
         saved = sum(storage.nbytes() for storage in self._saved.values())
-        made = self._written
-        return PassWork(self._flops / rows, made.values / rows, saved / rows, made.largest / rows)
+        written = self._written
+        return PassWork(
+            self._flops / rows, written.values / rows, saved / rows, written.largest / rows
+        )
 
 
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the values of all results that are no views."""
+    """Count the values of all results that are not views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -250,17 +253,17 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            for leaf in tree_leaves(found):
+            for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.values += leaf.numel()
                     self.largest = max(self.largest, leaf.numel() * leaf.element_size())
-        return found
+        return result
 
 
 class _Pieces:
-    """The gradients of units on the meta device, as their rules make them."""
+    """Compute the shapes of gradients of units on the meta device, by their rules."""
 
     def __init__(
         self, model: nn.Module, calls: Sequence[LayerCall], rows: int, numbers: Numbers
@@ -275,23 +278,23 @@ class _Pieces:
             self._tokens[own] = numbers.get(_storage(call.input)) if _has_tensor(call) else None
 
     def piece(self, unit: LayerUnit) -> tuple[LayerUnit, LayerGradients]:
-        """The unit as it would be captured, and the shapes of its gradients."""
+        """Return the unit with its rule, and the shapes of its gradients."""
         if is_shared(unit, self._by_module, self._rows):
             shared = dataclasses.replace(unit, axis="shared")
             return shared, self._lookup(unit, self._by_module[unit.modules[0]], shared=True)
-        for way in ways_to_capture(self._model, unit, self._by_module, rows=self._rows):
-            if way.rule in DENSE_RULES:
+        for rule in candidate_rules(self._model, unit, self._by_module, rows=self._rows):
+            if rule.rule in DENSE_RULES:
                 break
-            own = calls_of(way, self._by_module)
+            own = calls_of(rule, self._by_module)
             with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
-                return way, self._made(way, own)
+                return rule, self._factored(rule, own)
         return dataclasses.replace(unit, rule="module"), self._dense(unit)
 
     def _dense(self, unit: LayerUnit) -> LayerGradients:
         values = torch.empty(self._rows, unit.size, device="meta")
         return dense_gradients(unit.name, unit.parameters, values)
 
-    def _made(self, unit: LayerUnit, calls: list[LayerCall]) -> LayerGradients:
+    def _factored(self, unit: LayerUnit, calls: list[LayerCall]) -> LayerGradients:
         if unit.rule == "embedding":
             return self._lookup(unit, calls, shared=False)
         if unit.rule == "norm":
@@ -307,7 +310,7 @@ class _Pieces:
         return tied_pieces(unit, low, high)
 
     def _lookup(self, unit: LayerUnit, calls: list[LayerCall], *, shared: bool) -> LayerGradients:
-        """As many tokens as are different in the real batch, or all of them where it is not known."""
+        """Count the distinct tokens of the real batch, or all of them if it is not known."""
         module = calls[0].module
         assert isinstance(module, nn.Embedding)
         form = Lookup(
@@ -334,15 +337,17 @@ def _has_tensor(call: LayerCall) -> bool:
 
 
 def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> LayerCall:
-    """The call with shapes only; calls that read one tensor have the same source again."""
-    given: tuple[torch.Tensor, ...] = ()
+    """Copy a call with shapes only; calls that read the same tensor share a source."""
+    inputs: tuple[torch.Tensor, ...] = ()
     if _has_tensor(call):
         first = call.input
-        given = (torch.empty(first.shape, dtype=first.dtype, device="meta"),)
+        inputs = (torch.empty(first.shape, dtype=first.dtype, device="meta"),)
     source = None
-    if call.original is not None and given:
+    if call.original is not None and inputs:
         from_ = call.original
         key = (_storage(from_), from_.storage_offset(), from_.shape, from_.stride(), from_.dtype)
-        source = sources.setdefault(key, given[0])
+        source = sources.setdefault(key, inputs[0])
     count = len(call.shapes)
-    return LayerCall(call.module, given, {}, call.shapes, call.given, (), [None] * count, source)
+    return LayerCall(
+        call.module, inputs, {}, call.shapes, call.input_shape, (), [None] * count, source
+    )

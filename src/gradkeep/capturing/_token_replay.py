@@ -1,4 +1,4 @@
-"""Replay of chosen rows, to tell their tokens apart where only whole rows are kept."""
+"""Replay chosen rows to score their tokens, if only whole rows are stored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import task_batches, without_columns
-from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready, uncompiled
+from gradkeep.capturing._readiness import device_of, has_active_dropout, in_mode, ready, uncompiled
 from gradkeep.capturing._resume import RowFingerprints
 from gradkeep.capturing._tracer import fill
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
-from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched
+from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched_modules
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import widened
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 def token_products(
     unit: LayerUnit, calls: Sequence[LayerCall], directions: Tensor, *, rows: int, tokens: int
 ) -> Tensor | None:
-    """`[K, B, T]`: products with directions `[K, P]`, summed over calls; None: it has no such positions.
+    """Compute products `[K, B, T]` with directions `[K, P]`, summed over calls; None without token positions.
 
-    Every call must put out one vector for each token, `[B, T, d]`: that of a linear layer, of an
-    embedding, of both uses of a tied weight, or of a norm over the last dimension.
+    Every call must output one vector for each token, `[B, T, d]`: a linear layer, an embedding, both uses of
+    a tied weight, or a norm over the last dimension.
     """
-    parts = [_one(unit, call, directions, rows, tokens) for call in calls]
-    found = [part for part in parts if part is not None]
-    return functools.reduce(torch.add, found) if parts and len(found) == len(parts) else None
+    parts = [_call_products(unit, call, directions, rows, tokens) for call in calls]
+    products = [part for part in parts if part is not None]
+    return functools.reduce(torch.add, products) if parts and len(products) == len(parts) else None
 
 
-def _one(
+def _call_products(
     unit: LayerUnit, call: LayerCall, directions: Tensor, rows: int, tokens: int
 ) -> Tensor | None:
     suffix = by_sample(call.suffix(), rows, unit.axis)
@@ -62,21 +62,21 @@ def _one(
         terms = norm_terms(call, unit.parameters, rows=rows, axis=unit.axis)
         return None if terms is None else torch.einsum("kp,btp->kbt", directions.to(terms), terms)
     if unit.rule in ("embedding", "tied") and isinstance(call.module, nn.Embedding):
-        return _looked_up(unit, call, suffix, directions)
+        return _embedding_products(unit, call, suffix, directions)
     if unit.rule in ("linear", "tied") and is_linear(call.module):
         piece = linear_gradients(
             unit.name, call.module, unit.parameters, [call], rows=rows, axis=unit.axis
         )
-        kept = piece.rows.widened()
-        parts = piece.form.along_positions(kept, directions.to(kept.example))
+        factors = piece.rows.widened()
+        parts = piece.form.along_positions(factors, directions.to(factors.example))
         return None if parts is None else parts[0].values.view(-1, rows, tokens)
     return None
 
 
-def _looked_up(
+def _embedding_products(
     unit: LayerUnit, call: LayerCall, suffix: Tensor, directions: Tensor
 ) -> Tensor | None:
-    """Tokens as they were read, equal ones apart."""
+    """Compute products of tokens as they were read, without adding up equal ones."""
     table = call.module
     assert isinstance(table, nn.Embedding)
     rows, tokens, width = suffix.shape
@@ -89,21 +89,21 @@ def _looked_up(
     size = table.num_embeddings * width
     form = Lookup(unit.parameters[:1], "", "", table.num_embeddings, width)
     offsets = torch.arange(rows + 1) * tokens
-    kept = LookupRows(ids.reshape(-1), g.reshape(-1, width), offsets)
-    parts = form.along_positions(kept, directions[:, :size].to(g))
+    factors = LookupRows(ids.reshape(-1), g.reshape(-1, width), offsets)
+    parts = form.along_positions(factors, directions[:, :size].to(g))
     return None if parts is None else parts[0].values.view(-1, rows, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayedTokens:
-    """What each token of N rows adds to their products with K directions."""
+    """Contribution of each token of N rows to their products with K directions."""
 
     values: Tensor
-    """`[K, N, T]` float32, zeros behind shorter rows"""
+    """`[K, N, T]` float32, zero after the end of shorter rows"""
     rest: Tensor
     """`[K, N]` float32: layers without positions"""
     lengths: Tensor
-    """`[N]` int64: from which token on nothing is added"""
+    """`[N]` int64: number of tokens up to the last nonzero one"""
     layers: tuple[str, ...]
     rest_layers: tuple[str, ...]
 
@@ -111,7 +111,7 @@ class ReplayedTokens:
 def replay_tokens(
     store: Store,
     train: Gradients,
-    asked: Mapping[str, Tensor],
+    directions: Mapping[str, Tensor],
     model: nn.Module,
     loader: Iterable[Any],
     *,
@@ -120,30 +120,37 @@ def replay_tokens(
     ids: Ids | None = None,
     columns: Columns | None = None,
 ) -> ReplayedTokens:
-    """Products of chosen rows' tokens with queries, from a second run of those rows.
+    """Compute products of the tokens of chosen rows with queries, by running those rows again.
 
-    `asked` gives for each layer of the capture K dense directions `[K, P]`, or, where it is kept as
-    coordinates, those of the queries `[K, size]`, which are taken back through the basis. The loader
-    delivers the captured rows, in any batches, with `ids` and `columns` as they were captured; what has other weights or contents than the capture is
-    refused. Cost: one pass forward and back over the chosen rows, 2 K T P operations for each, and
-    all K directions at once.
+    `directions` holds for each layer of the capture K dense directions `[K, P]` or, for layers stored as
+    coordinates, those of the queries `[K, size]`, which are mapped back through the basis. The loader
+    delivers the captured rows, in any batches, with `ids` and `columns` as they were captured; other weights
+    or contents raise. Cost: one forward and backward pass over the chosen rows, 2 K T P operations for each,
+    and all K directions in memory.
     """
     _check(train, task)
     if not len(train_ids):
-        raise CaptureError("no training rows were asked about", fix="pass ids of some rows")
+        raise CaptureError(
+            "train_ids is empty",
+            code="capture.no_train_ids",
+            fix="Pass the ids of some training rows.",
+        )
     facts: Any = train.block.schema.fingerprints
     model, mode = uncompiled(model), facts.get("mode")
     with ready(model), in_mode(model, mode):
         if fingerprint_weights(model) != train.weights:
             raise CaptureError(
-                f"the model does not have the weights that {train.key.split} was captured at",
+                f"the model does not have the weights that {train.key.split} was captured with",
+                code="capture.other_weights",
                 found=f"checkpoint {train.key.checkpoint}",
-                fix="load that checkpoint into the model first",
+                fix="Load that checkpoint into the model first.",
             )
-        if draws_at_random(model):
+        if has_active_dropout(model):
             raise CaptureError(
-                f"{train.key.split} was captured in train mode, with numbers drawn at random",
-                fix="rows come out otherwise each time: capture with mode='eval'",
+                f"{train.key.split} was captured in train mode with random "
+                "numbers, so its rows cannot be reproduced",
+                code="capture.random_rows",
+                fix="Capture with mode='eval'.",
             )
         batches = task_batches(loader, model, task, mode, ids=ids, columns=columns)
         first, device = next(_captured_batches(train, batches))[1], device_of(model)
@@ -154,7 +161,7 @@ def replay_tokens(
         forms = {unit: prepared.pieces[unit].form for unit in units}
         replay = _TokenReplay(
             dataclasses.replace(prepared.tracer, units=units),
-            _directions(store, train, asked, forms, device),
+            _dense_directions(store, train, directions, forms, device),
             of_losses=train.of == "loss",
         )
         parts: dict[int, tuple[Tensor, Tensor]] = {}
@@ -177,24 +184,25 @@ def replay_tokens(
 
 @dataclass(slots=True, eq=False)
 class _TokenReplay:
-    """Multiplies the tokens of rows that run again with directions."""
+    """Multiply the tokens of replayed rows with directions."""
 
     tracer: Tracer
     directions: Mapping[LayerUnit, Tensor]
     of_losses: bool
     layers: dict[str, None] = field(default_factory=dict)
-    """Layers whose tokens are told apart."""
+    """Layers with token positions."""
     rest_layers: dict[str, None] = field(default_factory=dict)
 
     def products(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Products `[K, B, T]` of tokens and `[K, B]` of what has none."""
+        """Return products `[K, B, T]` of tokens, and `[K, B]` of layers without positions."""
         rows, tracer = batch_size(batch), self.tracer
-        measured, target, calls = tracer.forward(watched(list(tracer.units)), batch)
+        measured, target, calls = tracer.forward(watched_modules(list(tracer.units)), batch)
         if measured.tokens is None:
             raise CaptureError(
-                "the task has no tokens to tell apart",
+                "the task has no tokens",
+                code="capture.no_tokens",
                 found=tracer.task.describe(),
-                fix="gk.LanguageModeling, or a task whose measure gives tokens [B, T]",
+                fix="Use gk.LanguageModeling, or a task whose measure returns tokens [B, T].",
             )
         fill(calls, target)
         by_module, tokens = calls_by_module(calls), measured.tokens.shape[1]
@@ -205,20 +213,20 @@ class _TokenReplay:
         with torch.no_grad():
             for unit in tracer.units:
                 own, along = calls_of(unit, by_module), self.directions[unit]
-                found = token_products(unit, own, along, rows=rows, tokens=tokens)
-                if found is None:
+                parts = token_products(unit, own, along, rows=rows, tokens=tokens)
+                if parts is None:
                     without.append(unit)
                 else:
-                    values += found
+                    values += parts
                     self.layers[unit.name] = None
         pieces = {}
         if without:
             pieces = dataclasses.replace(tracer, units=without).run(batch).pieces
         with torch.no_grad():
             for unit, piece in pieces.items():
-                kept = piece.rows.widened()
-                along = self.directions[unit].to(kept.example)
-                rest += piece.form.along(kept, along, scratch=64 << 20)
+                factors = piece.rows.widened()
+                along = self.directions[unit].to(factors.example)
+                rest += piece.form.along(factors, along, scratch=64 << 20)
                 self.rest_layers[unit.name] = None
         slopes = tracer.loss_slopes(measured) if self.of_losses else None
         if slopes is not None:
@@ -226,34 +234,35 @@ class _TokenReplay:
         return values, rest
 
 
-def _directions(
+def _dense_directions(
     store: Store,
     train: Gradients,
-    asked: Mapping[str, Tensor],
+    directions: Mapping[str, Tensor],
     forms: Mapping[LayerUnit, AnyForm],
     device: torch.device,
 ) -> dict[LayerUnit, Tensor]:
-    """Dense directions `[K, P]` of each layer."""
+    """Return dense directions `[K, P]` of each layer."""
     fingerprints = {form.basis for form in train.forms.values()} - {None}
     bases = [load_basis(store, key) for key in store.bases()] if fingerprints else []
     basis = next((one for one in bases if one and one.fingerprint in fingerprints), None)
     if fingerprints and basis is None:
         raise CaptureError(
             "the basis of these coordinates is not in the store",
+            code="capture.basis_missing",
             path=store.location,
-            found=f"{len(bases)} others",
-            fix="look for it in the store that the rows were captured in",
+            found=f"{len(bases)} other bases",
+            fix="Use the store that the rows were captured in.",
         )
-    found = {}
+    dense = {}
     for unit, form in forms.items():
-        found[unit] = asked[unit.name].to(device)
+        dense[unit] = directions[unit.name].to(device)
         if train.forms[unit.name].basis is not None and basis is not None:
-            found[unit] = basis.layers[unit.name].pulled_back(form, found[unit])
-    return found
+            dense[unit] = basis.layers[unit.name].pulled_back(form, dense[unit])
+    return dense
 
 
 def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any, Any]]:
-    """Ids and batches of a loader, whose rows must have the contents that the capture saw."""
+    """Yield ids and batches of a loader, after checking that the contents are those of the capture."""
     known = None
     if "example" in train.block.names:
         known = RowFingerprints.of(train.ids, train.block.column("example"))
@@ -261,8 +270,10 @@ def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any,
         changed = own[:0] if known is None else known.changed(own, digests(batch))
         if len(changed):
             raise CaptureError(
-                f"sample {changed[0]} is not what it was when {train.key.split} was captured",
-                fix="give the loader of then, with loader_ids= and columns= as the capture had them",
+                f"the data of sample {changed[0]} has changed since {train.key.split} was captured",
+                code="capture.rows_changed",
+                fix="Pass the loader of the capture, with loader_ids= and columns= as "
+                "the capture had them.",
             )
         yield own, without_columns(batch)
 
@@ -270,7 +281,7 @@ def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any,
 def _chosen_rows(
     delivered: Iterator[tuple[Any, Any]], ids: np.ndarray[Any, Any]
 ) -> Iterator[tuple[list[int], Any]]:
-    """Wanted rows with their ids, as many at a time as stand beside each other."""
+    """Yield the rows with these ids, consecutive ones together."""
     missing = {int(number) for number in ids}
     for own, batch in delivered:
         at = [row for row, number in enumerate(own.tolist()) if number in missing]
@@ -284,9 +295,10 @@ def _chosen_rows(
         if not missing:
             return
     raise CaptureError(
-        "the loader does not deliver all rows that are asked about",
+        "the loader does not deliver all requested rows",
+        code="capture.rows_missing",
         found=f"no sample {sorted(missing)[:5]}",
-        fix="give the loader that the rows were captured from",
+        fix="Pass the loader that the rows were captured from.",
     )
 
 
@@ -294,19 +306,24 @@ def _check(train: Gradients, task: object, units: Sequence[LayerUnit] | None = N
     """Raise unless the task, and the layers, are those of the capture."""
     if not isinstance(task, Task):
         raise CaptureError(
-            "task must be a gk.Task", found=type(task).__name__, fix="pass that of the capture"
+            "task must be a gk.Task",
+            code="capture.not_a_task",
+            found=type(task).__name__,
+            fix="Pass the task of the capture.",
         )
     captured = train.block.schema.fingerprints.get("task")
     if captured != task.describe():
         raise CaptureError(
             f"{train.key.split} was captured with another task",
+            code="capture.other_task",
             found=task.describe(),
             expected=str(captured),
         )
     missing = sorted(set(train.forms) - {unit.name for unit in units}) if units is not None else []
     if missing:
         raise CaptureError(
-            f"the model does not have layers that {train.key.split} was captured with",
+            f"the model lacks layers that {train.key.split} was captured with",
+            code="capture.missing_layers",
             found=f"no {', '.join(missing[:4])}",
-            fix="give the model of then",
+            fix="Pass the model of the capture.",
         )

@@ -1,4 +1,4 @@
-"""One pass forward and back with hooks: the calls of every layer, and its gradients from them."""
+"""Forward and backward pass with hooks: the calls of every layer, and its gradients from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradkeep.capturing._batches import batch_size, to_device
-from gradkeep.capturing._keeping import Adjustments, BatchMismatchError, in_form
+from gradkeep.capturing._storage import Adjustments, BatchMismatchError, convert_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.capturing.rules._rules import (
@@ -20,7 +20,7 @@ from gradkeep.capturing.rules._rules import (
     calls_by_module,
     calls_of,
     unit_gradients,
-    watched,
+    watched_modules,
 )
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LayerCall:
-    """One call of a watched module; the suffixes are filled in when the backward pass ran."""
+    """One call of a watched module; the backward pass fills in the suffixes."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shapes: tuple[torch.Size, ...]
-    """The shapes of the output tensors that carry gradients."""
-    given: torch.Size
-    """The shape of the first input tensor."""
+    """Shapes of the output tensors that carry gradients."""
+    input_shape: torch.Size
+    """Shape of the first input tensor."""
     edges: tuple[GradientEdge, ...]
-    """Where the gradients of those tensors will pass, as they were before any in-place change."""
+    """Gradient edges of those tensors, before any in-place change."""
     suffixes: list[torch.Tensor | None] = field(default_factory=list)
     original: torch.Tensor | None = None
-    """The first input as it came, which tells whether two layers share one."""
+    """The first input itself, by which layers that share an input are found."""
     stashed: StashedTensor | None = None
-    """The input, where a memory budget may drop it meanwhile."""
+    """The input, if a memory budget may evict it."""
     differentiated: bool = False
-    """Whether a backward pass came by that can itself be differentiated."""
+    """True if a backward pass ran that can itself be differentiated."""
 
     @property
     def input(self) -> torch.Tensor:
-        """The first tensor that the module was given."""
+        """First tensor that the module was called with."""
         self.unstash()
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, torch.Tensor):
@@ -79,7 +79,7 @@ class LayerCall:
         self.suffixes = [None] * len(self.suffixes)
 
     def suffix(self, index: int = 0) -> torch.Tensor:
-        """The gradient at an output; zeros where the loss does not depend on it."""
+        """Return the gradient at an output; zeros if the loss does not depend on it."""
         suffix = self.suffixes[index] if index < len(self.suffixes) else None
         if suffix is not None:
             return suffix
@@ -97,25 +97,23 @@ def watching(
     spread: Collection[nn.Module] = (),
     rows: int = 0,
 ) -> Iterator[list[LayerCall]]:
-    """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
+    """Record the calls of these modules, in order, until the block ends; hooks are removed on any exit.
 
-    Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
-    gradient needs. The single input of `light` modules is stashed, so that a memory budget can drop
-    it and make it again when the module's turn comes in the backward pass. The outputs of `spread`
-    modules, which all `rows` samples share, are spread to all of them, so that each has a gradient
-    of its own. With `by_hooks` the suffixes are filled by whatever backward pass the caller
-    runs; else by `fill`.
+    Inputs are held by reference: torch itself rejects models that overwrite what a weight's gradient needs. The
+    single input of `light` modules is stashed, so that a memory budget can evict and recompute it. The outputs
+    of `spread` modules, which all `rows` samples share, are expanded to `[B, ...]`, so that each sample has its
+    own gradient. With `by_hooks` the suffixes are filled by the caller's backward pass; else by `fill`.
     """
     calls: list[LayerCall] = []
 
-    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # Positions `[T]` or `[1, T]`, not the samples' own.
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        # Positions `[T]` or `[1, T]` that all samples share.
         is_spread = module in spread and (args[0].dim() == 1 or args[0].shape[0] != rows)
         if is_spread:
-            args, output = (spread_to(args[0], rows), *args[1:]), spread_to(output, rows)
+            args, output = (expand_shared(args[0], rows), *args[1:]), expand_shared(output, rows)
         outputs = [t for t in _tensors(output) if t.requires_grad]
         if not outputs:
-            return None  # under no_grad, or cut off from the loss: the first batch's check tells
+            return None  # under no_grad, or detached: the proof on the first batch notices
         inputs = _tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
         if not kwargs and len(args) == len(inputs) == 1 and inputs[0] is args[0]:
             args = (inputs[0].detach(),)
@@ -126,7 +124,7 @@ def watching(
             args=args,
             kwargs=kwargs,
             shapes=tuple(t.shape for t in outputs),
-            given=inputs[0].shape if inputs else torch.Size(),
+            input_shape=inputs[0].shape if inputs else torch.Size(),
             edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
             original=inputs[0] if inputs else None,
         )
@@ -142,33 +140,33 @@ def watching(
 
     with contextlib.ExitStack() as stack:
         for module in dict.fromkeys(modules):
-            handle = module.register_forward_hook(saw, with_kwargs=True)
+            handle = module.register_forward_hook(record, with_kwargs=True)
             stack.callback(handle.remove)
-        # The fused inference path of transformer layers calls no hooks.
+        # The fused inference path of transformer layers does not call hooks.
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
         yield calls
 
 
-def _tensors(given: Any) -> list[torch.Tensor]:
-    """All tensors in what a module was given or gave: nearly always a single one."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [t for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor)]
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return all tensors of a module's inputs or outputs, mostly a single one."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
 
 
-def spread_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A view `[B, ...]` of what all samples share, `[...]` or `[1, ...]`."""
+def expand_shared(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a view `[B, ...]` of what all samples share, `[...]` or `[1, ...]`."""
     one = tensor if tensor.shape[0] == 1 else tensor.unsqueeze(0)
     return one.expand(rows, *one.shape[1:])
 
 
 def call_pattern(calls: Iterable[LayerCall], rows: int, *, spread: bool = False) -> tuple[Any, ...]:
-    """What a rule's validity depends on: one row or several, one call or several, their shapes."""
+    """Return what the validity of a rule depends on: one or several rows and calls, and their shapes."""
     seen = []
     for call in calls:
-        pair = call.given, call.shapes[0]
+        pair = call.input_shape, call.shapes[0]
         if spread:
             one, other = (torch.Size(s[1:] if s[0] == 1 else s) for s in pair)
             pair = torch.Size((rows, *one)), torch.Size((rows, *other))
@@ -177,7 +175,7 @@ def call_pattern(calls: Iterable[LayerCall], rows: int, *, spread: bool = False)
 
 
 def _size_class(shape: Sequence[int], rows: int) -> int:
-    """How the first dimension counts the samples."""
+    """Classify how the first dimension counts the samples."""
     if not shape:
         return 3
     size = shape[0]
@@ -191,10 +189,10 @@ def fill(
     callback: Callable[[LayerCall], None] | None = None,
     retain: bool = False,
 ) -> None:
-    """Run the backward pass from the summed target to the calls; no weight gradient is computed.
+    """Run the backward pass from the summed target to the calls, without computing weight gradients.
 
-    `callback` gets each call as soon as all its suffixes are there, while the pass goes on. `retain`
-    keeps the graph for another pass.
+    `callback` gets each call as soon as it has all its suffixes, during the pass. `retain` keeps the graph for
+    another pass.
     """
     edges = [edge for call in calls for edge in call.edges]
     if not edges:
@@ -236,7 +234,7 @@ def _suffix_hook(call: LayerCall, index: int, callback: Callable[[LayerCall], No
 
 
 def _earliest(nodes: set[Any]) -> set[Any]:
-    """The nodes of a graph from which no other of them can be reached."""
+    """Return the nodes of a graph from which no other of them can be reached."""
     reaches: dict[Any, bool] = {}
     for root in nodes:
         stack = [root]
@@ -259,7 +257,7 @@ def _adding_hook(call: LayerCall, index: int) -> Any:
     def hook(gradient: torch.Tensor) -> None:
         before = call.suffixes[index]
         call.differentiated |= gradient.requires_grad
-        # A second backward pass through the same graph adds up, as gradients do.
+        # Backward passes through the same graph add up, as gradients do.
         call.suffixes[index] = gradient if before is None else before + gradient
 
     return hook
@@ -267,7 +265,7 @@ def _adding_hook(call: LayerCall, index: int) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """What one batch gave."""
+    """Measured values and gradients of one batch."""
 
     measured: Measured
     pieces: dict[LayerUnit, LayerGradients]
@@ -275,19 +273,19 @@ class Traced:
 
 @dataclass(slots=True, eq=False)
 class Tracer:
-    """A model, a task and the units to capture; `run` takes a batch through them."""
+    """A model, a task and the units to capture; `run` captures a batch."""
 
     model: nn.Module
     task: Task
     of: GradientOf | None = None
-    """None: the output's if the task gives it with its slope, else the loss's."""
+    """None for the output if the task gives it with its slope, else the loss."""
     units: Sequence[LayerUnit] = ()
     unused: Sequence[LayerUnit] = ()
-    """Units that the loss did not depend on when the first batch ran."""
-    aside: frozenset[LayerUnit] = frozenset()
-    """Those of them whose modules take part, such as the whole model that holds a spare scale."""
+    """Units that the loss of the first batch did not depend on."""
+    reached: frozenset[LayerUnit] = frozenset()
+    """Unused units whose modules run nevertheless, such as a model with an unused scale."""
     proofs: RuleProofs | None = None
-    """The rules of the units, by the pattern of their calls; None: the tracer only runs forward."""
+    """Rules of the units by call pattern; None if the tracer only runs forward."""
 
     def run(
         self,
@@ -300,10 +298,10 @@ class Tracer:
     ) -> Traced:
         """Compute the gradients of every unit for every sample of the batch, by proved rules.
 
-        The `reducer` gets its units' gradients during the backward pass, and their factors are freed;
-        the inputs of `light` modules are left to autograd meanwhile. A batch that calls layers in a
-        new way is proved first. Every pass has a copy of the batch on the `device`, without one the
-        batch itself. Passes that are not proofs run inside of the context `within(batch)`.
+        The `reducer` gets its units' gradients during the backward pass, and their factors are freed; until then
+        autograd holds the inputs of `light` modules. A batch with a new call pattern is proved first. Every pass
+        gets a copy of the batch on the `device`; without a device, the batch itself. Passes that are not proofs run
+        inside of the context `within(batch)`.
         """
 
         def batch_copy() -> Any:
@@ -330,7 +328,7 @@ class Tracer:
     ) -> Traced:
         rows, proofs = batch_size(batch), self.proofs
         assert proofs is not None, "a tracer runs once its rules are proved"
-        modules = [*watched([*self.units, *self.unused]), *proofs.modules]
+        modules = [*watched_modules([*self.units, *self.unused]), *proofs.modules]
         spread = proofs.spread(self.units)
         if rules is not None:
             new = [rule for rule in rules.values() if rule is not None and rule.axis == "shared"]
@@ -353,14 +351,15 @@ class Tracer:
             fill(calls, target, callback=reduction.add_call)
             pieces |= reduction.finish()
         reduced = set(pieces)
-        unused = [unit for unit in self.unused if unit not in self.aside]
-        late = [unit for unit in unused if passed(unit, by_module)]
+        unused = [unit for unit in self.unused if unit not in self.reached]
+        late = [unit for unit in unused if is_reached(unit, by_module)]
         if late:
             raise BatchMismatchError(
                 f"layer {late[0].name} is used by this batch, but not by the first one",
                 Adjustments(late=frozenset(unit.name for unit in late)),
                 frozenset(unit.name for unit in unused),
-                fix="leave the layer out, or begin with a batch that uses it",
+                code="capture.late_layer",
+                fix="Leave the layer out, or begin with a batch that uses it.",
             )
         rerun: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
         whole: dict[LayerUnit, LayerUnit] = {}
@@ -387,7 +386,7 @@ class Tracer:
         with torch.no_grad():
             for unit in self.units:
                 if unit not in reduced:
-                    pieces[unit] = in_form(pieces[unit], proofs.forms[unit])
+                    pieces[unit] = convert_form(pieces[unit], proofs.forms[unit])
                     if reducer is not None and unit in reducer.units:
                         pieces[unit] = reducer.reduce(unit, pieces[unit], measured)
         return Traced(measured, {unit: pieces[unit] for unit in self.units})
@@ -400,7 +399,7 @@ class Tracer:
         light: Collection[nn.Module] = (),
         spread: Collection[nn.Module] | None = None,
     ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
-        """Run the batch forward, watching the modules: what it measured, its target, the calls."""
+        """Run the batch forward; return the measured values, the target, and the calls of the modules."""
         if spread is None:
             spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
         with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:
@@ -408,7 +407,7 @@ class Tracer:
         return measured, target, calls
 
     def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
-        """`[B]`: what makes the gradients of losses of those that are captured; None: they are."""
+        """Return the factors `[B]` from captured to loss gradients; None if they are equal."""
         if measured.slopes is None or not self._of_outputs(measured):
             return None
         return measured.slopes.detach()
@@ -419,7 +418,7 @@ class Tracer:
         return measured.slopes is not None or self.of is not None
 
     def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
-        """What the task measures, and what of it is differentiated `[B]`."""
+        """Return the measured values of the task, and the target `[B]` to differentiate."""
         rows = batch_size(batch)
         with torch.enable_grad():
             measured = self.task.measure(self.model, batch)
@@ -435,14 +434,15 @@ class Tracer:
         if outputs is None:
             raise CaptureError(
                 f"{self.task.describe()} has no output",
-                fix="give the task outputs(model, batch) -> [B], or capture of='loss'",
+                code="capture.no_output",
+                fix="Give the task outputs(model, batch) -> [B], or pass of='loss'.",
             )
         _check_shape("outputs", outputs, rows)
         return measured, outputs
 
 
 class _UnprovedError(Exception):
-    """A batch shows a pattern of calls that no rule is proved for."""
+    """A batch has a call pattern without a proved rule."""
 
     def __init__(self, ran: list[LayerUnit]) -> None:
         super().__init__()
@@ -450,38 +450,40 @@ class _UnprovedError(Exception):
 
 
 def no_gradients(unit: LayerUnit, rows: int, like: torch.Tensor) -> LayerGradients:
-    """Gradients of zero, in the memory of a single value."""
+    """Return gradients of zero, in the memory of a single value."""
     values = torch.zeros((), dtype=like.dtype, device=like.device).expand(rows, unit.size)
     return dense_gradients(unit.name, unit.parameters, values)
 
 
-def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
-    """Whether the backward pass came by a module of the unit."""
+def is_reached(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
+    """Return True if the backward pass reached a module of the unit."""
     return any(suffix is not None for call in calls_of(unit, calls) for suffix in call.suffixes)
 
 
-def check_measured(what: str, values: torch.Tensor, rows: int) -> None:
+def check_measured(name: str, values: torch.Tensor, rows: int) -> None:
     """Raise unless there is one value for each sample."""
     if not isinstance(values, torch.Tensor) or values.shape != (rows,):
         raise CaptureError(
-            f"{what} must be one value per sample, shape ({rows},)",
+            f"{name} must be one value per sample, shape ({rows},)",
+            code="capture.not_per_sample",
             found=getattr(values, "shape", type(values).__name__),
-            fix="compute the loss with reduction='none'; of sequences, sum over the tokens",
+            fix="Compute the loss with reduction='none'; for sequences, sum over the tokens.",
         )
 
 
-def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
-    check_measured(what, values, rows)
+def _check_shape(name: str, values: torch.Tensor, rows: int) -> None:
+    check_measured(name, values, rows)
     if not values.requires_grad:
         raise CaptureError(
-            f"the {what} do not depend on any trainable parameter",
-            fix="check that parameters have requires_grad=True and that the task does not detach",
+            f"the {name} do not depend on any trainable parameter",
+            code="capture.no_graph",
+            fix="Check that parameters have requires_grad=True and that the task does not detach.",
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reducer:
-    """Replaces gradients of some units by something else during the backward pass."""
+    """Replaces gradients of some units during the backward pass."""
 
     units: Collection[LayerUnit]
     reduce: Callable[[LayerUnit, LayerGradients, Measured], LayerGradients]
@@ -497,15 +499,15 @@ def restore_gradients(
 
 
 def empty_gradients(piece: LayerGradients) -> LayerGradients:
-    """Return rows of no values: a reducer that adds gradients up elsewhere leaves nothing."""
+    """Return rows without values, for a reducer that sums gradients elsewhere."""
     values = piece.rows.example.new_empty(len(piece.rows), 0)
     return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(values))
 
 
 class _Reduction:
-    """Reduces each unit's gradients when all calls of its modules have their suffixes.
+    """Reduce each unit's gradients when all calls of its modules have their suffixes.
 
-    The calls of a module that belongs to several units are freed with the last of those.
+    The calls of a module that belongs to several units are freed with the last of them.
     """
 
     def __init__(
@@ -532,7 +534,7 @@ class _Reduction:
 
     @torch.no_grad()
     def add_call(self, call: LayerCall) -> None:
-        """Take a call that has its suffixes."""
+        """Add a call that has its suffixes."""
         for unit in list(self._waiting.get(call.module, ())):
             self._missing[unit] -= 1
             if self._missing[unit] == 0:
@@ -542,7 +544,7 @@ class _Reduction:
 
     @torch.no_grad()
     def finish(self) -> dict[LayerUnit, LayerGradients]:
-        """Reduce the units that the pass ended at, and return all reduced gradients."""
+        """Reduce the units at the end of the pass, and return all reduced gradients."""
         for unit in self._missing:
             if unit not in self._pieces:
                 self._reduce(unit)
@@ -552,7 +554,7 @@ class _Reduction:
         rule = self._rules[unit]
         assert rule is not None
         piece = unit_gradients(rule, calls_of(rule, self._calls), rows=self._rows)
-        piece = in_form(piece, self._forms[unit])
+        piece = convert_form(piece, self._forms[unit])
         self._pieces[unit] = self._reducer.reduce(unit, piece, self._measured)
         for module in dict.fromkeys(rule.modules):
             self._waiting[module].discard(unit)

@@ -1,4 +1,4 @@
-"""Checkpoints: weights, adapters and optimizer states, how they are loaded, and their fingerprint."""
+"""Checkpoints: loading and fingerprints of weights, adapters and optimizer states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import xxhash
 from torch import nn
 
 from gradkeep._arguments import file_path, instance, texts
-from gradkeep.capturing._readiness import kept_value
+from gradkeep.capturing._readiness import stored_weight
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -47,7 +47,13 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """The weights of one checkpoint and when in training they were: a state dict, file or folder."""
+    """Weights of one checkpoint, and when in training they were saved.
+
+    Attributes:
+        source: State dict, file or folder.
+        step: Training step.
+        lr: Learning rate at that step.
+    """
 
     source: Source
     step: int | None = None
@@ -55,12 +61,12 @@ class Weights:
 
 
 def fingerprint_weights(model: nn.Module) -> str:
-    """A digest of all parameters and buffers with their names, shapes and types."""
+    """Return a digest of all parameters and buffers with their names, shapes and dtypes."""
     digest = xxhash.xxh3_128()
-    for name, given in sorted(model.state_dict(keep_vars=True).items()):
-        if not isinstance(given, torch.Tensor):
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(tensor, torch.Tensor):
             continue
-        value = kept_value(given)
+        value = stored_weight(tensor)
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         plain = value.detach().cpu().contiguous().reshape(-1)
         digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
@@ -68,25 +74,30 @@ def fingerprint_weights(model: nn.Module) -> str:
 
 
 class AdapterWeights(dict[str, torch.Tensor]):
-    """The weights of an adapter under their names in its file, with the settings of its folder."""
+    """Weights of an adapter under their names in its file, with the settings of its folder."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
         super().__init__(values)
         self.settings = settings
-        """The contents of `adapter_config.json`; empty where there is none."""
+        """Contents of `adapter_config.json`; empty without one."""
 
 
 def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
-    """The state dict in a file (.pt, .bin, .safetensors) or a folder as Hugging Face writes it.
+    """Read the state dict in a file (.pt, .bin, .safetensors) or in a folder as Hugging Face writes it.
 
-    A folder may hold a model, in one file or in several, or a PEFT adapter. Files are read without
-    running code from them.
+    A folder may hold a model, in one file or in several, or a PEFT adapter. Files are read without running
+    code from them.
     """
     if isinstance(source, Mapping):
         return _unwrapped(source)
     path = Path(source)
     if not path.exists():
-        raise CaptureError("there is no such checkpoint", path=path, fix="check the path")
+        raise CaptureError(
+            "the checkpoint does not exist",
+            code="capture.no_checkpoint",
+            path=path,
+            fix="Check the path.",
+        )
     if path.is_dir():
         return _from_folder(path)
     state = _from_file(path)
@@ -103,7 +114,8 @@ def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
                 merged.update(load_weights(path / part))
             return merged
     raise CaptureError(
-        "no weights in this folder",
+        "the folder holds no weights",
+        code="capture.no_weights_in_folder",
         path=path,
         found=", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing",
         expected=f"one of {', '.join(_IN_FOLDERS)}, or adapter_model.safetensors",
@@ -118,34 +130,48 @@ def _from_file(path: Path) -> Mapping[str, torch.Tensor]:
     loaded = _torch_load(path, "checkpoint", "torch.save(model.state_dict(), path)")
     if not isinstance(loaded, Mapping):
         raise CaptureError(
-            "this checkpoint holds no state dict", path=path, found=type(loaded).__name__
+            "the checkpoint holds no state dict",
+            code="capture.no_state_dict",
+            path=path,
+            found=type(loaded).__name__,
         )
     return _unwrapped(loaded)
 
 
-def _torch_load(path: Path, what: str, saved: str, **options: Any) -> Any:
+def _torch_load(path: Path, name: str, saved: str, **options: Any) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, **options)
     except Exception as error:
         raise CaptureError(
-            f"this {what} cannot be read",
+            f"the {name} cannot be read",
+            code="capture.unreadable_checkpoint",
             path=path,
             found=str(error).splitlines()[0][:200],
-            fix=f"save it with {saved}",
+            fix=f"Save it with {saved}.",
         ) from error
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """The contents of `adapter_config.json` beside a file of weights; empty if there is none."""
+    """Read `adapter_config.json` beside a file of weights; empty if there is none."""
     path = file.parent / "adapter_config.json"
     if not path.exists():
         return {}
     try:
         settings = json.loads(path.read_text())
     except ValueError as error:
-        raise CaptureError("this is no JSON", path=path, found=str(error)[:200]) from error
+        raise CaptureError(
+            "the file is not valid JSON",
+            code="capture.adapter_not_json",
+            path=path,
+            found=str(error)[:200],
+        ) from error
     if not isinstance(settings, dict):
-        raise CaptureError("no settings of an adapter", path=path, found=type(settings).__name__)
+        raise CaptureError(
+            "the settings of the adapter are not a JSON object",
+            code="capture.adapter_settings",
+            path=path,
+            found=type(settings).__name__,
+        )
     return settings
 
 
@@ -158,18 +184,21 @@ def _unwrapped(loaded: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
 
 
 def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
-    """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix.
+    """Load a state dict whose keys must match the model's, except for a wrapper's prefix.
 
     Weights of an adapter alone replace those of the model's adapter; all others stay.
     """
     own = model.state_dict()
-    away = [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta]
-    if away:
+    offloaded = [
+        key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta
+    ]
+    if offloaded:
         raise CaptureError(
             f"checkpoint {name} cannot be loaded into a model whose weights are offloaded",
-            found=f"{len(away)} weights that are elsewhere, such as {away[0]}",
-            fix="load the checkpoint into the model before it is offloaded, and capture one "
-            "checkpoint at a time: checkpoints='name'",
+            code="capture.offloaded_model",
+            found=f"{len(offloaded)} offloaded weights, such as {offloaded[0]}",
+            fix="Load the checkpoint into the model before it is offloaded, and capture "
+            "one checkpoint at a time: checkpoints='name'.",
         )
     bare = any(_BARE.search(key) for key in state) and not any(key in own for key in state)
     if bare or isinstance(state, AdapterWeights):
@@ -179,19 +208,20 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
     for prefix in ("", *_PREFIXES):
         stripped = {key.removeprefix(prefix): value for key, value in state.items()}
         if len(stripped) == len(state) and any(key in stripped for key in known):
-            # Files from before torch counted batches have no counters: nothing is computed of them.
+            # Old files have no batch counters, which nothing is computed from.
             state = {**{key: own[key] for key in own if key.endswith(_COUNTER)}, **stripped}
             break
-    state = {**_of_tied(own, state, checkpoint=name), **state}
+    state = {**_tied_weights(own, state, checkpoint=name), **state}
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     shapes = _other_shapes(own, {key: key for key in own}, state)
     if missing or unknown or shapes:
         near = difflib.get_close_matches(missing[0], unknown, n=1) if missing and unknown else []
         raise CaptureError(
-            f"checkpoint {name}: its weights do not fit the model; nothing was loaded",
+            f"the weights of checkpoint {name} do not fit the model; nothing was loaded",
+            code="capture.weights_do_not_fit",
             found=f"missing {missing[:4]}, unknown {unknown[:4]}, other shapes {shapes[:4]}",
             expected=f"the {len(own)} keys of model.state_dict()",
-            fix=f"{near[0]} may be {missing[0]}: rename the keys" if near else None,
+            fix=f"{near[0]} may be {missing[0]}: rename the keys." if near else None,
         )
     model.load_state_dict(dict(state))
 
@@ -206,31 +236,34 @@ def _other_shapes(
     ]
 
 
-def _of_tied(
+def _tied_weights(
     own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, checkpoint: str
 ) -> dict[str, torch.Tensor]:
-    """Weights that files leave out, because the model has them under another name too.
+    """Return weights that files leave out because the model has them under another name too.
 
-    Under both names they must be the same: a model has room for one of them only.
+    Under both names they must be equal: the model holds only one of them.
     """
     tied: dict[tuple[object, ...], list[str]] = {}
     for key, value in own.items():
         if isinstance(value, torch.Tensor) and value.numel():
             place = (value.data_ptr(), value.dtype, value.shape, value.stride())
             tied.setdefault(place, []).append(key)
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for keys in tied.values():
-        given = [key for key in keys if key in state]
-        for key in given[1:]:
-            if not torch.equal(state[given[0]], state[key]):
+        present = [key for key in keys if key in state]
+        for key in present[1:]:
+            if not torch.equal(state[present[0]], state[key]):
                 raise CaptureError(
-                    f"checkpoint {checkpoint}: its weights do not fit the model; nothing was loaded",
-                    found=f"other values for {given[0]} than for {key}, one parameter in the model",
-                    fix="untie them in the model, or load the checkpoint that belongs to it",
+                    f"the weights of checkpoint {checkpoint} do not fit the "
+                    "model; nothing was loaded",
+                    code="capture.tied_weights_differ",
+                    found=f"other values for {present[0]} than for {key}, one parameter "
+                    "in the model",
+                    fix="Untie them in the model, or load the checkpoint that belongs to it.",
                 )
-        if given:
-            found |= dict.fromkeys(keys, state[given[0]])
-    return found
+        if present:
+            weights |= dict.fromkeys(keys, state[present[0]])
+    return weights
 
 
 def _with_adapter(
@@ -240,40 +273,42 @@ def _with_adapter(
     *,
     checkpoint: str,
 ) -> dict[str, torch.Tensor]:
-    """The model's own weights with those of its adapter replaced.
+    """Return the model's own weights with those of its adapter replaced.
 
-    Raises where the adapter's modules, ranks, settings or base model are others than the model's.
+    Raises if the adapter's modules, ranks, settings or base model differ from the model's.
     """
     adapter = _adapter_name(model, own, checkpoint=checkpoint)
     if isinstance(state, AdapterWeights):
         _check_settings(model, adapter, state.settings, checkpoint)
-    given = {key.removeprefix(_WRAPPER): value for key, value in state.items()}
+    weights = {key.removeprefix(_WRAPPER): value for key, value in state.items()}
     places = {
         _name_in_file(key, adapter): key
         for key in own
         if any(match[2] == adapter for match in _NAMED.finditer(key))
     }
-    missing = sorted(places.keys() - given.keys())
+    missing = sorted(places.keys() - weights.keys())
     # Embeddings that were saved along, and biases that were trained, have the model's own names.
     plain = {key.removeprefix(_WRAPPER): key for key in own}
-    places |= {key: plain[key] for key in given.keys() - places.keys() if key in plain}
-    unknown = sorted(given.keys() - places.keys())
-    shapes = _other_shapes(own, places, given)
+    places |= {key: plain[key] for key in weights.keys() - places.keys() if key in plain}
+    unknown = sorted(weights.keys() - places.keys())
+    shapes = _other_shapes(own, places, weights)
     if missing or unknown:
         raise CaptureError(
             f"checkpoint {checkpoint} is another adapter than the model's; nothing was loaded",
+            code="capture.other_adapter",
             found=f"missing {missing[:4]}, unknown {unknown[:4]}",
-            fix="give the model an adapter of the same kind and for the same modules "
-            "(target_modules=, modules_to_save=, use_dora=)",
+            fix="Give the model an adapter of the same kind and for the same modules "
+            "(target_modules=, modules_to_save=, use_dora=).",
         )
     if shapes:
         raise CaptureError(
-            f"checkpoint {checkpoint} is an adapter of another rank, or for a base model of another "
-            "size; nothing was loaded",
+            f"checkpoint {checkpoint} is an adapter of another rank, or for a "
+            "base model of another size; nothing was loaded",
+            code="capture.adapter_shapes",
             found=f"other shapes {shapes[:4]}",
-            fix="give the model an adapter with r= as in the folder, on its base model",
+            fix="Give the model an adapter with r= as in the folder, on its base model.",
         )
-    return {**own, **{place: given[key] for key, place in places.items() if key in given}}
+    return {**own, **{place: weights[key] for key, place in places.items() if key in weights}}
 
 
 def _adapter_name(model: Any, own: Mapping[str, Any], *, checkpoint: str) -> str:
@@ -281,9 +316,10 @@ def _adapter_name(model: Any, own: Mapping[str, Any], *, checkpoint: str) -> str
     if not names:
         raise CaptureError(
             f"checkpoint {checkpoint} is an adapter, but the model has none; nothing was loaded",
+            code="capture.model_without_adapter",
             found=type(model).__name__,
-            fix="wrap the base model first: PeftModel.from_pretrained(model, folder, "
-            "is_trainable=True)",
+            fix="Wrap the base model first: PeftModel.from_pretrained(model, folder, "
+            "is_trainable=True).",
         )
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None)
     active = active() if callable(active) else active
@@ -293,67 +329,83 @@ def _adapter_name(model: Any, own: Mapping[str, Any], *, checkpoint: str) -> str
     if len(names) > 1:
         raise CaptureError(
             f"checkpoint {checkpoint}: the model has several adapters; nothing was loaded",
+            code="capture.several_adapters",
             found=", ".join(names),
-            fix="call model.set_adapter(name) first",
+            fix="Call model.set_adapter(name) first.",
         )
     return names[0]
 
 
 def _name_in_file(key: str, adapter: str) -> str:
-    """The name of a weight of the model in files, which do not name the adapter."""
+    """Return the name of a weight in files, which do not contain the adapter's name."""
     bare = key.removeprefix(_WRAPPER).replace(f".modules_to_save.{adapter}.", ".")
     bare = re.sub(rf"\.({_PARTS})\.{re.escape(adapter)}(?=\.|$)", r".\1", f".{bare}")[1:]
     return bare.removesuffix(".weight") if "lora_magnitude_vector" in bare else bare
 
 
-def _check_settings(model: Any, adapter: str, given: Mapping[str, Any], checkpoint: str) -> None:
+def _check_settings(model: Any, adapter: str, settings: Mapping[str, Any], checkpoint: str) -> None:
     """Raise if a folder's settings contradict those of the model's adapter."""
     known = getattr(model, "peft_config", None)
     own = known.get(adapter) if isinstance(known, Mapping) else None
-    if own is None or not given:
+    if own is None or not settings:
         return
-    base, wanted = given.get("base_model_name_or_path"), own.base_model_name_or_path
-    kind = (given.get("auto_mapping") or {}).get("base_model_class")
+    base, own_base = settings.get("base_model_name_or_path"), own.base_model_name_or_path
+    kind = (settings.get("auto_mapping") or {}).get("base_model_class")
     base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = {parent.__name__ for parent in type(base_model).__mro__}
-    names = [os.path.basename(str(name).rstrip("/")) for name in (base, wanted)]
-    if (base and wanted and names[0] != names[1]) or (kind and kind not in kinds):
+    names = [os.path.basename(str(name).rstrip("/")) for name in (base, own_base)]
+    if (base and own_base and names[0] != names[1]) or (kind and kind not in kinds):
         raise CaptureError(
             f"checkpoint {checkpoint} is an adapter of another base model; nothing was loaded",
-            found=f"one for {base or kind}, not for {wanted or type(base_model).__name__}",
-            fix="load the base model that it was trained on; if that has only moved, say so under "
-            "base_model_name_or_path in adapter_config.json",
+            code="capture.adapter_base",
+            found=f"an adapter for {base or kind}",
+            expected=f"one for {own_base or type(base_model).__name__}",
+            fix="Load the base model that it was trained on. If that has only moved, "
+            "correct base_model_name_or_path in adapter_config.json.",
         )
     values = {name: getattr(own, name) for name in _SETTINGS if hasattr(own, name)}
     values = {name: getattr(value, "value", value) for name, value in values.items()}
     other = [
-        f"{name}={given[name]!r} for {value!r}"
+        f"{name}={settings[name]!r} for {value!r}"
         for name, value in values.items()
-        if name in given and given[name] != value
+        if name in settings and settings[name] != value
     ]
     if other:
         raise CaptureError(
             f"checkpoint {checkpoint} is an adapter with other settings; nothing was loaded",
+            code="capture.adapter_options",
             found="; ".join(other),
-            fix="make the adapter with the settings in adapter_config.json",
+            fix="Build the adapter with the settings in adapter_config.json.",
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdamState:
-    """What Adam knew at a checkpoint, by the names of the parameters that it trained."""
+    """State of Adam at a checkpoint, by the names of the parameters that it trained.
+
+    Attributes:
+        first: `exp_avg` by parameter, in the parameter's shape.
+        second: `exp_avg_sq` by parameter, in the parameter's shape, without bias correction.
+        step: Number of steps taken.
+        beta2: Decay rate of the second moments.
+        eps: Epsilon of the optimizer.
+    """
 
     first: dict[str, torch.Tensor]
-    """`exp_avg`, in the parameter's shape."""
     second: dict[str, torch.Tensor]
-    """`exp_avg_sq`, in the parameter's shape, without the correction for the first steps."""
     step: int
-    """Steps that were taken."""
     beta2: float
     eps: float
 
     def corrected(self, name: str) -> torch.Tensor:
-        """`exp_avg_sq` of a parameter over 1 - beta2^step: what Adam divides by, squared."""
+        """Return `exp_avg_sq` over 1 - beta2^step, the square of what Adam divides by.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            A tensor in the parameter's shape.
+        """
         return self.second[name] / (1 - self.beta2**self.step)
 
 
@@ -363,56 +415,70 @@ def read_adam(
     *,
     names: Sequence[str] | None = None,
 ) -> AdamState:
-    """The moments of Adam by parameter, from `optimizer.state_dict()`, its file or a Trainer's folder.
+    """Read the moments of Adam by parameter.
 
-    An optimizer numbers its parameters: by group, in the model's order. The groups are those of
-    `torch.optim.AdamW(model.parameters())`, of transformers' Trainer (with and without weight decay)
-    or of `param_names`, if they were saved; for others, `names` lists all parameters in the
-    optimizer's order. All shapes must fit. Cost: reading the file, without running code from it.
+    An optimizer numbers its parameters: by group, in the model's order. The groups may be those of
+    `torch.optim.AdamW(model.parameters())`, those of transformers' Trainer (with and without weight decay), or
+    those of `param_names`, if they were saved. All shapes must fit. Cost: reading the file, without running
+    code from it.
 
-    >>> model = nn.Linear(3, 2)
-    >>> adam = torch.optim.AdamW(model.parameters())
-    >>> model(torch.ones(1, 3)).sum().backward()
-    >>> adam.step()
-    >>> {name: tuple(v.shape) for name, v in read_adam(adam.state_dict(), model).second.items()}
-    {'weight': (2, 3), 'bias': (2,)}
+    Args:
+        source: `optimizer.state_dict()`, a file of it, or a Trainer's folder.
+        model: Model that was trained.
+        names: All parameters in the optimizer's order, for other groups.
+
+    Returns:
+        The moments by parameter name, and the step.
+
+    Raises:
+        CaptureError: The state cannot be read, has no second moments, or does not fit the model.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> adam = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> adam.step()
+        >>> {name: tuple(v.shape) for name, v in read_adam(adam.state_dict(), model).second.items()}
+        {'weight': (2, 3), 'bias': (2,)}
     """
     instance("model", model, nn.Module, error=CaptureError, expected="a torch.nn.Module")
     state, path = _read_optimizer(source)
     groups = state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
-    kept = {number: state["state"][number] for number in numbers if number in state["state"]}
+    states = {number: state["state"][number] for number in numbers if number in state["state"]}
     needed = {"exp_avg", "exp_avg_sq", "step"}
-    if not kept or any(not needed <= values.keys() for values in kept.values()):
-        some: Mapping[str, Any] = next(iter(kept.values()), {})
+    if not states or any(not needed <= values.keys() for values in states.values()):
+        some: Mapping[str, Any] = next(iter(states.values()), {})
         raise CaptureError(
-            "this optimizer has no second moments",
+            "the optimizer has no second moments",
+            code="capture.no_second_moments",
             path=path,
             found=", ".join(map(str, some)) or "no state: it has not taken a step",
             expected="exp_avg, exp_avg_sq and step of every parameter, as Adam and AdamW have them",
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    given = None if names is None else texts("names", names, error=CaptureError)
+    order_names = None if names is None else texts("names", names, error=CaptureError)
     orders: list[list[str]] = []
-    for order in _orders(model, groups, given):
+    for order in _orders(model, groups, order_names):
         fits = len(order) == len(numbers) and all(
-            number not in kept or tuple(kept[number]["exp_avg_sq"].shape) == shapes.get(name)
+            number not in states or tuple(states[number]["exp_avg_sq"].shape) == shapes.get(name)
             for name, number in zip(order, numbers, strict=True)
         )
         if fits and order not in orders:
             orders.append(order)
     if len(orders) != 1:
-        how = "fits the model in several ways" if orders else "does not fit the model"
+        how = "can be matched to the model in several ways" if orders else "does not fit the model"
         raise CaptureError(
-            f"this optimizer's state {how}",
+            f"the state of the optimizer {how}",
+            code="capture.optimizer_ambiguous" if orders else "capture.optimizer_does_not_fit",
             path=path,
             found=f"{len(numbers)} parameters in groups of {[len(g['params']) for g in groups]}",
             expected=f"the {len(shapes)} parameters of {type(model).__name__}, or those it trains",
-            fix="give the model of that training; if its parameters are grouped in a way of your "
-            "own, pass names= in the optimizer's order",
+            fix="Pass the model of that training; if its parameters are grouped "
+            "differently, pass names= in the optimizer's order.",
         )
     pairs = zip(orders[0], numbers, strict=True)
-    by_name = {name: kept[number] for name, number in pairs if number in kept}
+    by_name = {name: states[number] for name, number in pairs if number in states}
     return AdamState(
         first={name: values["exp_avg"] for name, values in by_name.items()},
         second={name: values["exp_avg_sq"] for name, values in by_name.items()},
@@ -431,17 +497,19 @@ def _read_optimizer(source: Any) -> tuple[Mapping[str, Any], Path | None]:
         if not path.exists():
             raise CaptureError(
                 "there is no saved optimizer",
+                code="capture.no_optimizer",
                 path=path,
                 expected=f"a Trainer's folder with {_OPTIMIZER}, or a file of optimizer.state_dict()",
-                fix="train without save_only_model=True, or save the optimizer's state yourself",
+                fix="Train without save_only_model=True, or save the optimizer's state yourself.",
             )
         saved = "torch.save(optimizer.state_dict(), path)"
-        state = _torch_load(path, "optimizer's state", saved, mmap=True)
+        state = _torch_load(path, "state of the optimizer", saved, mmap=True)
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
         keys = isinstance(state, Mapping) and f"a dict with {', '.join(map(str, state))[:80]}"
         raise CaptureError(
             "this is not the state of an optimizer",
+            code="capture.not_an_optimizer",
             path=path,
             found=keys or type(state).__name__,
             expected="state and param_groups, as optimizer.state_dict() gives them",
@@ -450,11 +518,11 @@ def _read_optimizer(source: Any) -> tuple[Mapping[str, Any], Path | None]:
 
 
 def _orders(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]], given: tuple[str, ...] | None
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], names_in_order: tuple[str, ...] | None
 ) -> Iterator[list[str]]:
-    """Orders in which an optimizer with such groups may have numbered the model's parameters."""
-    if given is not None:
-        yield list(given)
+    """Yield orders in which an optimizer with such groups may have numbered the parameters."""
+    if names_in_order is not None:
+        yield list(names_in_order)
         return
     if all("param_names" in group for group in groups):
         yield [name for group in groups for name in group["param_names"]]
@@ -463,7 +531,7 @@ def _orders(
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     adapter = [name for name in parameters if _NAMED.search(name)]
     norms = [path for path, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-    # As transformers' Trainer does not decay them: biases and norms; or all vectors.
+    # Parameters without weight decay: biases and norms, as in transformers' Trainer; or all vectors.
     trainer = {
         name
         for name in parameters

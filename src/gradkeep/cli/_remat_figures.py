@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradkeep.compat.dtr.experiments._config import DtrExperiment
-    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._plots import FigureStyle
     from gradkeep.remat.simulator._sweep import PaperFigure, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
@@ -80,7 +80,7 @@ def pareto(
     """
     from gradkeep.compat.dtr.experiments._config import pareto_experiment
     from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
-    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._plots import FigureStyle
     from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases, sweep_cases
 
     if not logs and not model:
@@ -102,7 +102,7 @@ def pareto(
             repeats=repeats,
         )
         measured = _trained(experiment, out / "trials", workers)
-    look = PictureStyle("What a smaller memory budget costs")
+    look = FigureStyle("Time against memory budget")
     for log in logs or []:
         input_file(log, error=RematError)
     cases = [
@@ -173,7 +173,7 @@ def figures(
     Random choices are shown as mean and range of ten seeds; accesses are counted as in the original.
     Writes figures.csv and each plot as .png, .svg and .html.
     """
-    from gradkeep.remat.simulator._picture import draw_sweep
+    from gradkeep.remat.simulator._plots import draw_sweep
     from gradkeep.remat.simulator._sweep import PAPER_FIGURES, find_logs, sweep
 
     found_logs, notes = find_logs(logs)
@@ -187,7 +187,7 @@ def figures(
         rows = sweep(cases, table, workers=workers, progress=report)
     files = [table]
     for one in PAPER_FIGURES:
-        look = dataclasses.replace(one.look, titles=titles)
+        look = dataclasses.replace(one.style, titles=titles)
         files += draw_sweep(one.rows(rows), out, one.name, look)
     _show_files(rows, files, json=json, logs=len(found_logs), notes=notes)
 
@@ -212,7 +212,7 @@ def experiments(
     """
     from gradkeep.compat.dtr.experiments._config import read_experiment
     from gradkeep.compat.dtr.experiments._run import run_experiment
-    from gradkeep.remat.simulator._picture import sweep_sentences
+    from gradkeep.remat.simulator._plots import summarize_sweep
 
     input_file(config, error=RematError)
     output_folder(out, error=RematError)
@@ -231,7 +231,7 @@ def experiments(
         print_json({**counts, **results, "notes": notes})
     else:
         print(f"{report.ran} trials run, {report.reused} reused")
-        for line in sweep_sentences(report.points):
+        for line in summarize_sweep(report.points):
             print(line)
         for path in report.files:
             print(f"wrote {path}")
@@ -283,12 +283,12 @@ def _simulated(
     for log in logs:
         input_file(log, error=RematError)
     cases = figure.cases(logs, ratios=_numbers(ratios), limit=limit)
-    _figure(figure.name, figure.look, cases, out, workers, json=json)
+    _figure(figure.name, figure.style, cases, out, workers, json=json)
 
 
 def _figure(
     name: str,
-    look: PictureStyle,
+    look: FigureStyle,
     cases: Sequence[SweepCase],
     out: Path,
     workers: int | None,
@@ -296,7 +296,7 @@ def _figure(
     json: bool,
     measured: Sequence[SweepRow] = (),
 ) -> None:
-    from gradkeep.remat.simulator._picture import draw_sweep, sweep_sentences
+    from gradkeep.remat.simulator._plots import draw_sweep, summarize_sweep
     from gradkeep.remat.simulator._sweep import sweep, write_table
 
     table = output_folder(out, error=RematError) / f"{name}.csv"
@@ -307,7 +307,7 @@ def _figure(
         raise RematError("no trial has a result to plot")
     write_table(table, rows)
     files = [table, *draw_sweep(rows, out, name, look)]
-    for line in () if json else sweep_sentences(rows):
+    for line in () if json else summarize_sweep(rows):
         print(line)
     _show_files(rows, files, json=json)
 

@@ -121,7 +121,7 @@ def plan(
         print(text_table(("budget", "", "costs"), lines, right={0, 1}))
     explanation = None
     if budget is not None:
-        chosen = whole.anew(budget)
+        chosen = whole.replan(budget)
         explanation = chosen.explain()
         if save is not None:
             chosen.save(save)

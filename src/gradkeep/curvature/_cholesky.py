@@ -43,7 +43,7 @@ class WeightedKernel:
 
     @property
     def rows(self) -> int:
-        """N"""
+        """N."""
         return len(self.train)
 
     @property

@@ -116,7 +116,7 @@ class StreamedRows(Protocol):
 
     @property
     def dim(self) -> int:
-        """k"""
+        """K."""
 
     def read(self, ids: Ids) -> Tensor:
         """The gradients `[len(ids), k]`."""

@@ -13,9 +13,9 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.curvature._basis import MatrixBasis, VectorBasis, eigen_side
 from gradkeep.curvature._coordinates import coordinate_squares
 from gradkeep.curvature._eigen_influence import empty_rows, room_for_rows
-from gradkeep.curvature._kept_moments import KeptMoments
 from gradkeep.curvature._moments import MatrixMoments, VectorMoments, matrix_moments
 from gradkeep.curvature._row_parts import held_rows, joined, row_parts
+from gradkeep.curvature._stored_moments import StoredMoments
 from gradkeep.errors import AttributionError
 from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from gradkeep.curvature._basis import Basis, EigenSide
-    from gradkeep.curvature._kept_moments import SideMoments
     from gradkeep.curvature._row_parts import RowPart
+    from gradkeep.curvature._stored_moments import SideMoments
     from gradkeep.factors._form import AnyForm
     from gradkeep.factors._weights import WeightBlock
     from gradkeep.query import Gradients
@@ -173,7 +173,7 @@ class FisherFit:
             for name, form in gradients.forms.items()
             if form.storage == "dense" and any(len(part.shape) > 1 for part in form.parameters)
         ]
-        kept = KeptMoments.of(gradients) if dense else None
+        kept = StoredMoments.of(gradients) if dense else None
         self._known = {} if kept is None else {n: kept.layers for n in dense if n in kept.layers}
         self._made: dict[str, LayerFisher] = {}
         self._spare: Tensor | None = None
@@ -268,7 +268,7 @@ class FisherFit:
         return LayerFisher(tuple(bases), kept)
 
 
-def _whose_rows(kept: KeptMoments, gradients: Gradients) -> str:
+def _whose_rows(kept: StoredMoments, gradients: Gradients) -> str:
     """Which rows the moments are of, unless they are all that are there and no others."""
     dropped = kept.dropped(gradients)
     if dropped == 0 and kept.rows >= len(gradients):

@@ -360,7 +360,7 @@ class VectorMoments:
             self.moment += moment(found, self.moment)
 
     def mean(self) -> Tensor:
-        """`[size, size]` or `[size]`"""
+        """`[size, size]` or `[size]`."""
         return self.moment / max(1, self.rows)
 
 

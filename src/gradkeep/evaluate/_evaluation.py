@@ -13,6 +13,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import TextDisplay
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, MissingExtraError, NotSealedError, SchemaMismatchError
@@ -189,8 +190,8 @@ class Curve:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Evaluation(TextDisplay):
     """A value about an attribution with its interval and provenance.
 
     `draws` are the values of resamples, centered on the value. Two evaluations of the same `universe` were

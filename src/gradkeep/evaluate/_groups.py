@@ -14,6 +14,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import TextDisplay
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtraError
 from gradkeep.evaluate._lds import places_of
@@ -38,8 +39,8 @@ _SHARED = 0.6
 """Share of a group's rows that must have a property for it to name the group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowGroup:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RowGroup(TextDisplay):
     """Training rows with similar effects on the queries.
 
     Attributes:
@@ -72,8 +73,8 @@ class RowGroup:
         return text if self.verified is None else f"{text}\n    {self.verified}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowGroups:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RowGroups(TextDisplay):
     """Groups that together explain some queries, those that helped first.
 
     Attributes:

@@ -113,7 +113,7 @@ class Bits(Form[BitRows]):
     def approximate(self) -> str:
         """What is kept instead of the gradient."""
         white = "whitened " if self.whitened else ""
-        return f"{white}coordinates, {bits_told(self.bits, self.group)}"
+        return f"{white}coordinates, {describe_bits(self.bits, self.group)}"
 
     @property
     def repeated_error(self) -> float:
@@ -299,7 +299,7 @@ class Bits(Form[BitRows]):
         return torch.from_numpy(found[:, : self.size].view(np.int8))
 
 
-def bits_told(bits: int, group: int = 0) -> str:
+def describe_bits(bits: int, group: int = 0) -> str:
     """How coordinates are kept, in words."""
     if group:
         return f"of each {group} the largest in a byte"

@@ -35,7 +35,8 @@ def kernel_gradient(form: Convolution, image: Tensor, narrow: Tensor) -> Tensor:
 
 def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
     """Whether kernels of all rows at once are faster than patches: by the shape alone, so that a
-    capture that is gone on with makes the same bytes."""
+    capture that is gone on with makes the same bytes.
+    """
     channels, filters = form.channels, form.filters
     many = form.positions >= _MANY * form.taps
     return (

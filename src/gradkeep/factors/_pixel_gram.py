@@ -51,7 +51,8 @@ def gram_tile(
     form: Convolution, queries: int, train: int, *, itemsize: int, scratch: int
 ) -> tuple[int, int]:
     """How many queries and others meet at a time: about four temporaries of all pairs of pixels,
-    and the pixels of both sides laid out anew, twice where strides part them."""
+    and the pixels of both sides laid out anew, twice where strides part them.
+    """
     pairs = min(scratch // 8, CACHED) // itemsize // max(phase_pixels(form), form.positions) ** 2
     each = 2 * itemsize * (form.channels * math.prod(form.size) + form.filters * form.positions)
     wide = max(1, min(train, pairs, scratch // 4 // each))
@@ -172,8 +173,7 @@ def norm_passes(form: Convolution) -> tuple[int, int]:
 
 
 def pixel_norms(form: Convolution, rows: ConvolutionRows) -> tuple[Tensor, Tensor]:
-    """Squared lengths `[B]` of gradients, a bias of the narrow array included, and which `[B]` of
-    them are certain.
+    """Squared lengths `[B]` of gradients, a bias of the narrow array included, and which `[B]` of them are certain.
 
     Of one row with itself: the sum over taps a, positions t and t' of `P[t + a, t' + a] R[t, t']`.
     Where these nearly cancel, little is left of float32. 2 (S^2 C / prod(stride) + T^2 D)

@@ -103,9 +103,9 @@ class BlockProjection:
     `y_j = sum over f of weights[f, j] * (left^T W right)[chosen[f, j]]`.
     """
 
-    left: Tensor
+    row_vectors: Tensor
     """`[G, R, r]`"""
-    right: Tensor
+    col_vectors: Tensor
     """`[G, C, c]`"""
     weights: Tensor
     """`[folds, k]`"""
@@ -120,12 +120,12 @@ class BlockProjection:
     @property
     def nbytes(self) -> int:
         """Bytes of all that it is made of."""
-        parts = (self.left, self.right, self.weights, self.chosen)
+        parts = (self.row_vectors, self.col_vectors, self.weights, self.chosen)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def applied(self, form: Form[GradientRows], rows: GradientRows, block: WeightBlock) -> Tensor:
         """The coordinates `[B, k]` of some rows; products of both sides, then `folds * k` sums a row."""
-        found = form.between(rows, block, self.left, self.right).flatten(1)
+        found = form.between(rows, block, self.row_vectors, self.col_vectors).flatten(1)
         if self.chosen is not None:
             found = found[:, self.chosen.flatten().to(found.device)]
         weights = self.weights.to(found)
@@ -135,7 +135,11 @@ class BlockProjection:
 
     def pulled_back(self, coordinates: Tensor) -> Tensor:
         """Matrices `[K, G, R, C]` whose product with W is that of coordinates `[K, k]` with W's own."""
-        groups, r, c = self.left.shape[0], self.left.shape[2], self.right.shape[2]
+        groups, r, c = (
+            self.row_vectors.shape[0],
+            self.row_vectors.shape[2],
+            self.col_vectors.shape[2],
+        )
         weights = self.weights.to(coordinates)
         each = (coordinates.unsqueeze(1) * weights).flatten(1)
         if self.chosen is None:
@@ -143,7 +147,7 @@ class BlockProjection:
         else:
             inner = each.new_zeros(len(each), groups * r * c)
             inner.index_add_(1, self.chosen.flatten().to(each.device), each)
-        left, right = self.left.to(each), self.right.to(each)
+        left, right = self.row_vectors.to(each), self.col_vectors.to(each)
         return left @ inner.view(-1, groups, r, c) @ right.mT
 
 

@@ -1,6 +1,6 @@
-"""Callbacks that keep gradients while another library trains, and writers for others' boards.
+"""Callbacks that capture gradients while other libraries train, and writers for experiment trackers.
 
-Each is loaded when it is first used, for its library takes seconds to import.
+Each is loaded on first use, because its library takes seconds to import.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gradkeep._public import lazy_names
 
 if TYPE_CHECKING:
     from gradkeep.integrations._lightning import GradkeepLightningCallback
-    from gradkeep.integrations._links_out import write_tensorboard, write_wandb
+    from gradkeep.integrations._loggers import write_tensorboard, write_wandb
     from gradkeep.integrations._recorder import GradkeepTrainerRecorder
     from gradkeep.integrations._transformers import GradkeepTrainerCallback
 
@@ -29,8 +29,8 @@ __getattr__ = lazy_names(
         "GradkeepLightningCallback": f"{__name__}._lightning",
         "GradkeepTrainerCallback": f"{__name__}._transformers",
         "GradkeepTrainerRecorder": f"{__name__}._recorder",
-        "write_tensorboard": f"{__name__}._links_out",
-        "write_wandb": f"{__name__}._links_out",
+        "write_tensorboard": f"{__name__}._loggers",
+        "write_wandb": f"{__name__}._loggers",
     },
 )
 

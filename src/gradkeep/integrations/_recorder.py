@@ -1,4 +1,4 @@
-"""Keeping the gradients of the training steps themselves, while transformers' Trainer runs."""
+"""Capture the gradients of the training steps themselves, during training with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from gradkeep._arguments import text
 from gradkeep.capturing._recording import recording
 from gradkeep.errors import CaptureError
-from gradkeep.integrations._replays import base, check_options, need
+from gradkeep.integrations._replays import check_options, load_base_class, require_base_class
 
 if TYPE_CHECKING:
     import os
@@ -22,18 +22,30 @@ if TYPE_CHECKING:
 
     Base = object
 else:
-    Base = base("transformers", "TrainerCallback")
+    Base = load_base_class("transformers", "TrainerCallback")
 
 
 class GradkeepTrainerRecorder(Base):
-    """Keeps every sample's gradient as the Trainer computes it, at the weights of that step.
+    """Capture every sample's gradient as the Trainer computes it, at the weights of that step.
 
-    The data set has a column of whole numbers, by default `id`, that names its rows; it needs
-    `remove_unused_columns=False`, and the model does not see it. Captures are named `epoch-1`,
-    `epoch-2`, ... and sealed when an epoch ends. What is kept is the gradient of a row's own summed
-    loss: the Trainer's division by tokens, rows and accumulated steps is undone. Other arguments go to
-    `gk.recording`: `layers=`, `encoding=`, `uncovered=`. Cost: keeping references during the step, then
-    writing; no second pass.
+    The data set needs an integer column that identifies its rows, and `remove_unused_columns=False`; the
+    model does not receive the column. Captures are named `epoch-1`, `epoch-2`, ... and sealed at the end of
+    the epoch. Stored is the gradient of a row's own summed loss: the Trainer's division by tokens, rows and
+    accumulated steps is undone. Cost: references during the step, then writing; no second pass.
+
+    Args:
+        store: Store to write to, or its path.
+        ids: Name of the column with the row ids.
+        run: Name of the run in the store.
+        split: Name of the split in the store.
+        **options: Further arguments of `gk.recording`, such as `layers`, `encoding` and `uncovered`.
+
+    Attributes:
+        rows: Number of rows captured so far.
+
+    Raises:
+        CaptureError: If an argument is invalid.
+        MissingExtraError: If transformers is not installed.
     """
 
     def __init__(
@@ -45,7 +57,7 @@ class GradkeepTrainerRecorder(Base):
         split: str = "train",
         **options: Any,
     ) -> None:
-        need(Base, "transformers")
+        require_base_class(Base, "transformers")
         check_options(options, ("checkpoints", "reduction"))
         self._ids = text("ids", ids, error=CaptureError)
         self._store, self._options = store, {"run": run, "split": split, **options}
@@ -54,67 +66,107 @@ class GradkeepTrainerRecorder(Base):
         self._batch = contextlib.ExitStack()
         self._recording: GradientRecording | None = None
         self.rows = 0
-        """Rows that were kept so far."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Refuse what cannot be recorded, before the first step."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Install the hook; raise if the Trainer removes the column of row ids.
+
+        Args:
+            args: Training arguments.
+            state: State of the Trainer.
+            control: Control flags of the Trainer.
+            **kwargs: Further objects passed by the Trainer, among them the model.
+
+        Raises:
+            CaptureError: If it does.
+        """
         if args.remove_unused_columns:
             raise CaptureError(
-                f"the Trainer drops the column {self._ids!r}, which the model does not know",
-                fix="TrainingArguments(remove_unused_columns=False), and leave in the data set what the "
-                "collate function and the model take",
+                f"the Trainer removes the column {self._ids!r}, because the model does not use it",
+                code="capture.ids_removed",
+                fix="Pass remove_unused_columns=False to TrainingArguments, and keep only columns that "
+                "the collate function and the model accept.",
             )
         self._steps = int(args.gradient_accumulation_steps)
-        model: nn.Module = given["model"]
+        model: nn.Module = kwargs["model"]
         self._hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Begin the capture of an epoch."""
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the capture of an epoch.
+
+        Args:
+            args: Training arguments.
+            state: State of the Trainer.
+            control: Control flags of the Trainer.
+            **kwargs: Further objects passed by the Trainer, among them the model.
+        """
         name = f"epoch-{int(state.epoch or 0) + 1}"
         self._recording = self._epoch.enter_context(
-            recording(self._store, given["model"], checkpoints=name, **self._options)
+            recording(self._store, kwargs["model"], checkpoints=name, **self._options)
         )
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Take the gradients of a batch."""
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Store the gradients of a batch.
+
+        Args:
+            args: Training arguments.
+            state: State of the Trainer.
+            control: Control flags of the Trainer.
+            **kwargs: Further objects passed by the Trainer.
+        """
         self._batch.close()
 
     on_pre_optimizer_step = on_substep_end
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Seal the capture of an epoch."""
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Seal the capture of an epoch.
+
+        Args:
+            args: Training arguments.
+            state: State of the Trainer.
+            control: Control flags of the Trainer.
+            **kwargs: Further objects passed by the Trainer.
+        """
         self._recording = None
         self._epoch.close()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Leave the model as it was."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove the hook from the model.
+
+        Args:
+            args: Training arguments.
+            state: State of the Trainer.
+            control: Control flags of the Trainer.
+            **kwargs: Further objects passed by the Trainer.
+        """
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Watch a batch of the training; the model is not given its ids."""
+        """Record a training batch; remove the ids from the model's arguments."""
         ids = kwargs.get(self._ids)
         rest = {name: value for name, value in kwargs.items() if name != self._ids}
         if self._recording is None or not model.training or not torch.is_grad_enabled():
             return args, rest
         if ids is None:
             raise CaptureError(
-                f"no {self._ids!r} in the batch: it is not known which rows these are",
+                f"the batch has no row ids {self._ids!r}",
+                code="capture.ids_missing",
                 found=", ".join(kwargs),
-                fix="let the collate function pass the column on",
+                fix="Make the collate function pass the column on.",
             )
-        # What the Trainer divides the sum of a batch's losses by.
+        # The Trainer divides the sum of a batch's losses by this.
         divisor: Any
         labels: Any
         divisor, labels = rest.get("num_items_in_batch"), rest.get("labels")
         if divisor is None and (self._steps > 1 or not isinstance(labels, torch.Tensor)):
             raise CaptureError(
-                "this model's loss is divided by accumulated steps, of which the last may be fewer"
+                "the loss is divided by a number of accumulated steps that may vary"
                 if self._steps > 1
-                else "no labels in the batch: it is not known what the loss is divided by",
+                else "the batch has no labels, so the divisor of the loss is unknown",
+                code="capture.unknown_divisor",
                 found=f"gradient_accumulation_steps={self._steps}, {', '.join(rest)}",
-                fix="accumulate no steps, or replay the data with GradkeepTrainerCallback",
+                fix="Do not accumulate steps, or replay the data with GradkeepTrainerCallback.",
             )
         if divisor is None:
             valid = labels[:, 1:] if labels.dim() == 2 else labels

@@ -1,4 +1,4 @@
-"""Replaying loaders at the moments that a trainer tells of."""
+"""Replay loaders at given points of a training."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
-_OWN = ("checkpoints", "ids", "lr", "model", "progress", "resume", "split", "step")
-"""Arguments of `gk.capture` that follow from the training."""
+_RESERVED_OPTIONS = ("checkpoints", "ids", "lr", "model", "progress", "resume", "split", "step")
+"""Arguments of `gk.capture` that the callback sets."""
 
 
 @dataclass(slots=True, eq=False)
 class Replays:
-    """Loaders that are replayed at moments of a training, and how their rows are kept."""
+    """Loaders to replay during a training, and how to capture their rows."""
 
     store: Store
     loaders: Mapping[str, Iterable[Any]]
@@ -52,36 +52,39 @@ class Replays:
         """Validate the arguments of a callback."""
         if not loaders:
             raise CaptureError(
-                "no loaders to replay", fix='pass {"train": train_loader, "test": test_loader}'
+                "there are no loaders to replay",
+                code="capture.no_loaders",
+                fix='Pass loaders={"train": train_loader, "test": test_loader}.',
             )
-        check_options(options, _OWN)
+        check_options(options, _RESERVED_OPTIONS)
         return cls(gs.open(store), dict(loaders), task, run, {"mode": "eval", **options})
 
-    def check_new(self, step: int) -> None:
-        """Raise before training goes on from a step if captures of later ones are there already."""
+    def check_no_later_captures(self, step: int) -> None:
+        """Raise if the run already has captures of steps after this one."""
         steps = {known.name: known.step or 0 for known in self.store.checkpoints(self.run)}
         held = [key for key in self.store.captures() if key.run == self.run]
         taken = [key for key in held if key.split in self.loaders]
         later = [key for key in taken if step == 0 or steps.get(key.checkpoint, 0) > step]
         if later:
             raise CaptureError(
-                f"run {self.run!r} holds captures of an earlier training",
+                f"run {self.run!r} has captures of an earlier training",
+                code="capture.run_exists",
                 path=self.store.location,
                 found=", ".join(f"{key.split} at {key.checkpoint}" for key in later[:4]),
-                expected=f"none after step {step}, where this one starts",
-                fix="give the callback another run=, or delete those captures",
+                expected=f"none after step {step}, where this training starts",
+                fix="Pass another run= to the callback, or delete these captures.",
             )
 
-    def note_rate(self, optimizer: Any) -> None:
-        """Note the step size, if all parameters have the same: a schedule moves it on."""
+    def note_learning_rate(self, optimizer: Any) -> None:
+        """Record the learning rate if all parameters share one."""
         rates = {float(group["lr"]) for group in optimizer.param_groups}
         self.lr = rates.pop() if len(rates) == 1 else None
 
-    def keep(self, model: nn.Module, checkpoint: str, *, step: int) -> None:
-        """Capture every loader at the weights that the model has now.
+    def capture_all(self, model: nn.Module, checkpoint: str, *, step: int) -> None:
+        """Capture every loader at the model's current weights.
 
-        The training goes on as if nothing had happened: loaders draw a seed from torch's random
-        state, which is put back, as are the model's mode and gradients.
+        The training is not affected: torch's random state, from which loaders draw a seed, is restored, as are
+        the model's mode and gradients.
         """
         fixed: dict[str, Any] = {"task": self.task, "run": self.run, "progress": False}
         with torch.random.fork_rng(), torch.enable_grad():
@@ -101,27 +104,30 @@ class Replays:
 
 
 def check_options(options: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Raise for arguments that follow from the training."""
+    """Raise if options contain reserved arguments."""
     wrong = ", ".join(sorted(set(options) & set(own)))
     if wrong:
         raise CaptureError(
-            "the training decides about these arguments", found=wrong, fix="leave them out"
+            "the callback sets these arguments",
+            code="capture.reserved_options",
+            found=wrong,
+            fix="Remove them.",
         )
 
 
-def base(module: str, name: str) -> type:
-    """The class to derive from, or `object` where its library is missing."""
+def load_base_class(module: str, name: str) -> type:
+    """Import the base class, or return `object` if its library is missing."""
     try:
-        found: type = getattr(importlib.import_module(module), name)
+        class_: type = getattr(importlib.import_module(module), name)
     except ImportError:
         return object
-    return found
+    return class_
 
 
-def need(found: type, extra: str) -> None:
-    """Raise if the class to derive from is missing."""
-    if found is object:
+def require_base_class(base_class: type, extra: str) -> None:
+    """Raise if the base class is missing."""
+    if base_class is object:
         raise MissingExtraError(
-            f"this callback is for {extra}, which is not installed",
+            f"the callback needs {extra}",
             fix=install_hint(extra),
         )

@@ -1,14 +1,14 @@
-"""Training in fewer bytes: evict tensors, recompute them when they are needed.
+"""Training within a memory budget: evict tensors and recompute them when they are needed.
 
-`simulator` runs recorded steps in smaller budgets, `planned` and `online` train in them; the modules
-beside them are what these see of torch.
+`simulator` runs recorded steps in smaller budgets; `planned` and `online` train within a budget. The
+modules next to them observe torch: storages, operators and how to run them again.
 """
 
 from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
 from gradkeep.remat.simulator._heuristics import heuristic, heuristics, register
-from gradkeep.remat.simulator._neighbourhoods import Heuristic
+from gradkeep.remat.simulator._neighborhoods import Heuristic
 from gradkeep.remat.simulator._optimal import Optimum, optimal
 from gradkeep.remat.simulator._program import Program, chain, read_log
 from gradkeep.remat.simulator._schedule import Graph, chen, keep_all, revolve, simplify
@@ -53,7 +53,7 @@ __all__ = [
     "unlimited_peak",
 ]
 
-# Recording and training need torch, simulating does not: the commands answer without loading it.
+# Simulation does not need torch: commands that only simulate start without loading it.
 __getattr__ = lazy_names(
     "gradkeep.remat",
     {

@@ -1,13 +1,12 @@
 """Record a training step on unmodified PyTorch as a log.
 
-A dispatch mode sees every operator, forward and backward. Storages are followed by weak references,
-which fire when the last owner lets go, autograd's saved tensors included: so the log knows exactly
-when bytes are free. Views are aliases. An in-place operator takes no new bytes, so it too is
-recorded as one that makes an alias; the original's own logs have MUTATE lines instead, which stand
-for a copy.
+A dispatch mode sees every operator, forward and backward. Weak references to storages fire when the last
+owner is gone, including autograd's saved tensors, so the log knows exactly when bytes are free. Views
+are aliases. An in-place operator allocates nothing, so it too is recorded as one that makes an alias; the
+original's own logs have MUTATE lines instead, which represent a copy.
 
-Noting must be cheap, for it happens at every operator: tensors are numbers until the log is written,
-and a release is nothing but the number.
+Recording runs at every operator and must be cheap: tensors are numbers until the log is written, and a
+release is just the number.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from gradkeep.errors import RematError
 from gradkeep.remat._tensors import (
     OperatorWatcher,
     StorageRef,
-    beside_compiler,
+    exclude_mode_from_compiler,
+    find_written_storages,
     view_key,
-    written_storages,
 )
 from gradkeep.remat.simulator._program import replace_file
 
@@ -43,30 +42,30 @@ if TYPE_CHECKING:
 
 
 class LoggedCall(NamedTuple):
-    """An operator that ran: with results, or with whole storages changed in place."""
+    """An operator that ran, with results or with whole storages changed in place."""
 
     name: str
     args: tuple[int, ...]
     results: tuple[tuple[int, int, int], ...]
     """Number, bytes and alias index of each result."""
-    changed: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
     """Positions of the arguments that it mutates; they keep their numbers."""
 
 
 class LoggedConstant(NamedTuple):
-    """A storage that was there before."""
+    """A storage that existed before the step."""
 
     number: int
     size: int
 
 
 Event = LoggedCall | LoggedConstant | int | str
-"""What happened; a number is a release, a string an annotation."""
+"""Recorded event; an integer is a release, a string an annotation."""
 
 
 @dataclass(slots=True, eq=False)
 class _FollowedStorage:
-    """A storage that is alive, and the numbers that its tensors have in the log."""
+    """A live storage and the numbers of its tensors in the log."""
 
     root: int
     size: int
@@ -82,20 +81,25 @@ class LoggedStep:
     times: list[int] = field(default_factory=list)
     """Nanoseconds of every call."""
 
-    def least(self, other: LoggedStep) -> LoggedStep:
-        """Take the smaller of both times, or the other step if it did something else."""
+    def with_least_times(self, other: LoggedStep) -> LoggedStep:
+        """Take the smaller of both times per operator, or the other step if its events differ."""
         if self.events != other.events:
             return other
         return LoggedStep(self.events, list(map(min, self.times, other.times)))
 
     def write(self, path: Path) -> None:
-        """Write the log; a reader sees all of it or nothing."""
+        """Write the log atomically."""
         lines = [_line("ANNOTATE", ANNOTATION="START"), *self._lines()]
         file_to_write(path, error=RematError)
         try:
             replace_file(path, "\n".join(lines) + "\n")
         except OSError as error:
-            raise RematError("the log cannot be written", path=path, found=str(error)) from error
+            raise RematError(
+                "the log cannot be written",
+                code="remat.log_not_written",
+                path=path,
+                found=str(error),
+            ) from error
 
     def _lines(self) -> Iterator[str]:
         times = iter(self.times)
@@ -113,10 +117,10 @@ class LoggedStep:
 
 def _call_lines(call: LoggedCall, spent: str) -> Iterator[str]:
     args = [f"x{number}" for number in call.args]
-    if call.changed:
-        # The one list of numbers in the format: the original uses them as they are.
-        changed = list(call.changed)
-        yield _line("MUTATE", NAME=call.name, ARGS=args, MUTATE=changed, TIME=spent)
+    if call.written:
+        # The only list of integers in the format, as in the original.
+        written = list(call.written)
+        yield _line("MUTATE", NAME=call.name, ARGS=args, MUTATE=written, TIME=spent)
         return
     names = [f"x{number}" for number, _, _ in call.results]
     yield _line("CALL", NAME=call.name, RESULT=names, ARGS=args, TIME=spent)
@@ -130,11 +134,17 @@ def _line(instruction: str, **values: Any) -> str:
 
 
 class Recorder(OperatorWatcher):
-    """Records what runs inside `with`; the log is written when it ends.
+    """Context manager that records the operators inside it and writes the log when it ends.
 
-    Entered again for the same step, it keeps for every operator the least time that was seen;
-    `repeats` says of how many runs. `live_peak` is the largest number of bytes alive at once. What
-    runs in a budget is recorded as if there were none, if the recorder knows what is `beneath` it.
+    Entered again for the same step, it keeps the least time of every operator; `repeats` is the number of
+    recorded runs. `live_peak` is the largest number of bytes alive at once. A step inside a budget is
+    recorded as if there were none, if its `runtime` is passed.
+
+    Args:
+        path: Log file to write.
+        in_place: How to record in-place operators: `"alias"`, or `"mutate"` (copy on write) as in the
+            original.
+        runtime: Online runtime that evicts storages of the recorded step.
     """
 
     def __init__(
@@ -142,20 +152,22 @@ class Recorder(OperatorWatcher):
         path: str | os.PathLike[str],
         *,
         in_place: Literal["alias", "mutate"] = "alias",
-        beneath: OnlineRuntime | None = None,
+        runtime: OnlineRuntime | None = None,
     ) -> None:
         if in_place not in ("alias", "mutate"):
-            raise RematError(f"in_place must be 'alias' or 'mutate', got {in_place!r}")
+            raise RematError(
+                f"in_place must be 'alias' or 'mutate', got {in_place!r}", code="argument.invalid"
+            )
         super().__init__()
         self.path = Path(path)
         self.in_place = in_place
-        self._beneath = beneath
+        self._runtime = runtime
         self.repeats = 0
         self._best: LoggedStep | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._notes = LoggedStep()
+        self._step = LoggedStep()
         self._alive: dict[int, _FollowedStorage] = {}
         self._count = self._live = self.live_peak = 0
         self._backward = False
@@ -172,69 +184,78 @@ class Recorder(OperatorWatcher):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        # Whoever dies from here on does so outside the step: the watches go first.
+        # Storages that die from here on are not part of the step.
         self._alive.clear()
         if error is None:
-            best = self._notes if self._best is None else self._best.least(self._notes)
-            # Another step than before: earlier times mean nothing here.
-            self.repeats = 1 if best is self._notes else self.repeats + 1
+            best = self._step if self._best is None else self._best.with_least_times(self._step)
+            # A different step: earlier times do not apply.
+            self.repeats = 1 if best is self._step else self.repeats + 1
             self._best = best
             best.write(self.path)
 
-    def ran(self, call: OperatorCall) -> None:
-        """Note an operator."""
+    def on_operator(self, call: OperatorCall) -> None:
+        """Record an operator.
+
+        Args:
+            call: The operator, its arguments and results.
+
+        Raises:
+            RematError: If a tensor has no storage.
+        """
         try:
-            self._note(call)
+            self._record_call(call)
         except NotImplementedError as error:
             raise RematError(
-                f"a tensor without a storage cannot be recorded: {call.func} ({error})",
-                fix="switch sparse gradients off for the recorded step",
+                "a tensor without a storage cannot be recorded",
+                code="remat.no_storage",
+                found=f"{call.func} ({error})",
+                fix="Disable sparse gradients for the recorded step.",
             ) from error
 
-    def _note(self, call: OperatorCall) -> None:
+    def _record_call(self, call: OperatorCall) -> None:
         if not self._backward and torch._C._current_autograd_node() is not None:
             self._backward = True
-            self._notes.events.append("BACKWARD")
-        signature, made = call.signature, call.made
-        spent = call.nanoseconds if self._beneath is None else self._beneath.took()
-        # Everything below is per argument of every operator: hence the plain loop.
+            self._step.events.append("BACKWARD")
+        signature, outputs = call.signature, call.outputs
+        spent = call.nanoseconds if self._runtime is None else self._runtime.last_nanoseconds()
+        # This runs per argument of every operator: hence the plain loop.
         alive, names, keys = self._alive, [], []
-        for tensor in call.given:
+        for tensor in call.inputs:
             storage = tensor.untyped_storage()
             key = id(storage)
             followed = alive.get(key)
             if followed is None:
                 name = self._follow(storage, key)
-                self._notes.events.append(LoggedConstant(name, alive[key].size))
+                self._step.events.append(LoggedConstant(name, alive[key].size))
             elif followed.views:
                 name = followed.views.get(view_key(tensor), followed.root)
             else:
                 name = followed.root
             keys.append(key)
             names.append(name)
-        if signature.writes and signature.training < 0:  # logs tell what schemas do
-            changed = written_storages(signature, call.args, call.kwargs)
-            if changed:
-                made = [t for t in made if id(t.untyped_storage()) not in changed]
+        if signature.writes and signature.training < 0:  # only writes declared by the schema
+            written = find_written_storages(signature, call.args, call.kwargs)
+            if written:
+                outputs = [t for t in outputs if id(t.untyped_storage()) not in written]
                 if self.in_place == "alias":
-                    self._changed(signature.name, names, keys, changed, made, spent)
+                    self._add_in_place_call(signature.name, names, keys, written, outputs, spent)
                     return
-                self._mutated(signature.name, names, keys, changed, spent)
+                self._add_mutation(signature.name, names, keys, written, spent)
                 spent = 0  # it counts once
-        if made:
-            self._called(signature.name, names, keys, made, spent)
+        if outputs:
+            self._add_call(signature.name, names, keys, outputs, spent)
 
-    def _called(
+    def _add_call(
         self,
         name: str,
         names: list[int],
         keys: list[int],
-        made: list[Tensor],
+        outputs: list[Tensor],
         spent: int,
         aliases: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         alive, results, replaced = self._alive, list(aliases), []
-        for tensor in made:
+        for tensor in outputs:
             storage = tensor.untyped_storage()
             key = id(storage)
             followed = alive.get(key)
@@ -245,27 +266,27 @@ class Recorder(OperatorWatcher):
                 self._count = result = self._count + 1
                 shape = view_key(tensor)
                 if shape in followed.views:
-                    # The same view once more: the newer name stands for both.
+                    # The same view again: the new number replaces the old one.
                     replaced.append(followed.views[shape])
                 followed.views[shape] = result
                 results.append((result, followed.size, keys.index(key)))
         if results:
-            self._notes.events.append(LoggedCall(name, tuple(names), tuple(results)))
-            self._notes.times.append(spent)
-            self._notes.events.extend(replaced)
+            self._step.events.append(LoggedCall(name, tuple(names), tuple(results)))
+            self._step.times.append(spent)
+            self._step.events.extend(replaced)
 
-    def _changed(
+    def _add_in_place_call(
         self,
         name: str,
         names: list[int],
         keys: list[int],
-        changed: dict[int, torch.UntypedStorage],
-        made: list[Tensor],
+        written: dict[int, torch.UntypedStorage],
+        outputs: list[Tensor],
         spent: int,
     ) -> None:
-        """The storage stays and goes on under a new number; the old ones end here."""
+        """Give written storages new numbers and release the old ones."""
         results, ended = [], []
-        for key, storage in changed.items():
+        for key, storage in written.items():
             followed = self._alive[key]
             self._count = new = self._count + 1
             ended += [followed.root, *followed.views.values()]
@@ -273,41 +294,41 @@ class Recorder(OperatorWatcher):
             if size == followed.size:
                 results.append((new, size, keys.index(key)))
             else:
-                # It was resized: other memory, which was taken before the old was given back.
+                # Resized: the new memory is allocated before the old is freed.
                 results.append((new, size, -1))
                 self._live += size
                 self.live_peak = max(self.live_peak, self._live)
                 self._live -= followed.size
                 followed.size = size
             followed.root, followed.views = new, {}
-        self._called(name, names, keys, made, spent, results)
-        self._notes.events.extend(ended)
+        self._add_call(name, names, keys, outputs, spent, results)
+        self._step.events.extend(ended)
 
-    def _mutated(
+    def _add_mutation(
         self,
         name: str,
         names: list[int],
         keys: list[int],
-        changed: dict[int, torch.UntypedStorage],
+        written: dict[int, torch.UntypedStorage],
         spent: int,
     ) -> None:
-        """The whole storage changes: its other names mean what it was before, and end here."""
+        """Record whole storages as mutated and release their views."""
         args = list(names)
         ended: list[int] = []
-        positions = [keys.index(key) for key in changed]
-        for key, at in zip(changed, positions, strict=True):
+        positions = [keys.index(key) for key in written]
+        for key, at in zip(written, positions, strict=True):
             followed = self._alive[key]
             args[at] = followed.root
             ended += followed.views.values()
             followed.views = {}
-        self._notes.events.append(LoggedCall(name, tuple(args), (), tuple(sorted(positions))))
-        self._notes.times.append(spent)
-        self._notes.events.extend(ended)
+        self._step.events.append(LoggedCall(name, tuple(args), (), tuple(sorted(positions))))
+        self._step.times.append(spent)
+        self._step.events.extend(ended)
 
     def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
         self._count = number = self._count + 1
         size = self._bytes_of(storage)
-        ref = StorageRef(storage, self._gone)
+        ref = StorageRef(storage, self._on_storage_freed)
         ref.key = key
         self._alive[key] = _FollowedStorage(number, size, ref, {})
         self._live += size
@@ -316,20 +337,20 @@ class Recorder(OperatorWatcher):
         return number
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> int:
-        return storage.nbytes() if self._beneath is None else self._beneath.bytes_of(storage)
+        return storage.nbytes() if self._runtime is None else self._runtime.bytes_of(storage)
 
-    def _gone(self, ref: StorageRef) -> None:
+    def _on_storage_freed(self, ref: StorageRef) -> None:
         followed = self._alive.pop(ref.key, None)
         if followed is not None:
             self._live -= followed.size
-            self._notes.events += [followed.root, *followed.views.values()]
+            self._step.events += [followed.root, *followed.views.values()]
 
 
 @_arguments.checked(RematError)
 def record(
     path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
 ) -> Recorder:
-    """Record what runs inside `with record("step.log"):` as a log.
+    """Record the operators inside a `with` block as a log.
 
     Enter the same recorder several times for the same step to get the least time of every operator:
 
@@ -338,5 +359,16 @@ def record(
             with recorder:
                 loss = model(x).sum()
                 loss.backward()
+
+    Args:
+        path: Log file to write.
+        in_place: How to record in-place operators: `"alias"`, or `"mutate"` (copy on write) as in the
+            original.
+
+    Returns:
+        A recorder to enter.
+
+    Raises:
+        RematError: If the log cannot be written, or a tensor has no storage.
     """
-    return beside_compiler(Recorder)(path, in_place=in_place)
+    return exclude_mode_from_compiler(Recorder)(path, in_place=in_place)

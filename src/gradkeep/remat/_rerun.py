@@ -1,8 +1,8 @@
-"""How an operator is run again so that it gives the same bits and changes nothing else.
+"""How to run an operator again with the same bits and without side effects.
 
-Most operators are simply called. Batch normalization has a way of its own: from the saved mean and
+Most operators are simply called. Batch normalization is recomputed from the saved mean and
 inverse deviation, without touching the running statistics. Random operators need the generator's
-state. What is not known to be safe is not run again: its results are kept.
+state. Operators that are not known to be safe are not run again: their results are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gradkeep.remat._tensors import Geometry, mapped, run_operator
+from gradkeep.remat._tensors import Geometry, map_nested, run_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _NORMALIZERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
-"""Their schemas hide that they change running statistics."""
-_SECRETIVE = frozenset(
+"""Operators that change running statistics although their schemas do not declare it."""
+_NEVER_RERUN = frozenset(
     {
         "aten::miopen_batch_norm",
         "aten::_batch_norm_with_update",
@@ -40,17 +40,17 @@ _SECRETIVE = frozenset(
         "aten::resize_as_",
     }
 )
-"""Never run again."""
-_UNWRITTEN = frozenset(
+"""Operators with undeclared side effects."""
+_UNINITIALIZED = frozenset(
     f"aten::{name}"
     for name in (
         *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"),
         "new_empty_strided",
     )
 )
-"""What they give is meant to be overwritten: there is nothing to compare."""
-_COMPARED = {"aten::mkldnn_rnn_layer": 3}
-"""How many results are compared; after these comes a workspace with unused bytes between."""
+"""Operators that return uninitialized memory: there is nothing to compare."""
+_COMPARED_RESULTS = {"aten::mkldnn_rnn_layer": 3}
+"""Number of results to compare; the remaining one is a workspace with unused bytes."""
 
 
 class TensorRef(NamedTuple):
@@ -62,7 +62,7 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstResultRerun:
-    """Another way to the first result only, given the other results after `args`."""
+    """Alternative computation of the first result only, with the other results appended to `args`."""
 
     run: Callable[..., Any] | None
     args: tuple[Any, ...]
@@ -77,56 +77,56 @@ class OperatorRerun:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     random: bool = False
-    apart: FirstResultRerun | None = None
+    first_result: FirstResultRerun | None = None
 
     def reads(self) -> frozenset[int]:
-        """The values that are needed to run it."""
-        found: list[TensorRef] = []
-        mapped((self.args, self.kwargs), found.append, TensorRef)
-        return frozenset(ref.value for ref in found)
+        """Return the values needed to run it."""
+        refs: list[TensorRef] = []
+        map_nested((self.args, self.kwargs), refs.append, TensorRef)
+        return frozenset(ref.value for ref in refs)
 
 
-def rerun_of(
+def build_rerun(
     func: Any,
     args: tuple[Any, ...],
     kwargs: tuple[tuple[str, Any], ...],
-    made: Sequence[Tensor],
+    results: Sequence[Tensor],
     *,
     in_place: bool,
 ) -> OperatorRerun:
-    """The recipe of an operator that ran with these arguments."""
+    """Build the rerun of an operator that ran with these arguments."""
     name = func._schema.name
     unknown = OperatorRerun(None, (), ())
-    given = dict(kwargs)
+    named = dict(kwargs)
     if name in _NORMALIZERS:
-        return _normalizer(func, args, kwargs)
-    if name in _SECRETIVE or not made or given.get("generator") is not None:
+        return _build_batch_norm_rerun(func, args, kwargs)
+    if name in _NEVER_RERUN or not results or named.get("generator") is not None:
         return unknown
-    if any(not isinstance(tensor, Tensor) or tensor.layout != torch.strided for tensor in made):
+    if any(not isinstance(tensor, Tensor) or tensor.layout != torch.strided for tensor in results):
         return unknown
     random = torch.Tag.nondeterministic_seeded in func.tags
     if not name.startswith("aten::") and (in_place or random):
-        return unknown  # its own promises cannot be tried without changing something
+        return unknown  # cannot be verified without side effects
     if name == "aten::empty_like":
-        # It reads nothing of its argument but the shape: a dropped argument is not brought back.
-        like = made[0]
+        # It reads only the shape of its argument, so a dropped argument need not be recomputed.
+        like = results[0]
         empty = functools.partial(torch.empty_strided, dtype=like.dtype, device=like.device)
         return OperatorRerun(empty, (tuple(like.shape), tuple(like.stride())), ())
-    # The packet behind an overload is one Python call less.
+    # Calling the packet of an overload saves one Python call.
     return OperatorRerun(func._op, args, kwargs, random=random)
 
 
-def _normalizer(
+def _build_batch_norm_rerun(
     func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> OperatorRerun:
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **dict(kwargs)}
-    if not given.get("training", True):
+    arguments = {**dict(zip(names, args, strict=False)), **dict(kwargs)}
+    if not arguments.get("training", True):
         return OperatorRerun(func._op, args, kwargs)
-    apart = FirstResultRerun(
-        apply_statistics, (given["input"], given.get("weight"), given.get("bias"))
+    first_result = FirstResultRerun(
+        apply_statistics, (arguments["input"], arguments.get("weight"), arguments.get("bias"))
     )
-    return OperatorRerun(None, (), (), apart=apart)
+    return OperatorRerun(None, (), (), first_result=first_result)
 
 
 def apply_statistics(
@@ -144,92 +144,94 @@ def apply_statistics(
     return out
 
 
-def bytes_on_the_way(args: tuple[Any, ...]) -> int:
-    """What `apply_statistics` takes beside its result: ones, and the scale if there is a weight."""
+def count_temporary_bytes(args: tuple[Any, ...]) -> int:
+    """Return the bytes `apply_statistics` allocates besides its result: ones, and the scale if there is a weight."""
     weight, shape = args[1], args[4].geometry
     taken: int = math.prod(shape.size) * shape.dtype.itemsize * (1 if weight is None else 2)
     return taken
 
 
-def tried(
+def verify_rerun(
     recipe: OperatorRerun,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    made: Sequence[Tensor],
+    results: Sequence[Tensor],
 ) -> OperatorRerun:
-    """Run an operator once more, right away: a recipe that does not give the same bits is none."""
-    if func._schema.name in _UNWRITTEN:
+    """Run an operator once more; return the rerun without `run` if the bits differ."""
+    if func._schema.name in _UNINITIALIZED:
         return recipe
     unknown = OperatorRerun(None, recipe.args, recipe.kwargs)
     state = torch.get_rng_state()
     try:
-        again = run_operator(func, args, kwargs)
+        out = run_operator(func, args, kwargs)
     except Exception:
         return unknown
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         return unknown
-    results = [again] if isinstance(again, Tensor) else [t for t in again if isinstance(t, Tensor)]
-    count = compared(func, len(made))
-    same = len(results) == len(made) and all(map(same_bits, results[:count], made[:count]))
+    rerun_results = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
+    count = count_compared_results(func, len(results))
+    same = len(rerun_results) == len(results) and all(
+        map(same_bits, rerun_results[:count], results[:count])
+    )
     return recipe if same else unknown
 
 
-def tried_apart(
-    apart: FirstResultRerun,
+def verify_first_result_rerun(
+    first_result: FirstResultRerun,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    made: Sequence[Tensor],
+    results: Sequence[Tensor],
 ) -> FirstResultRerun:
-    """The same for a way of its own; it also learns what that way costs."""
+    """Verify the alternative computation of the first result, and measure its cost."""
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    own = (given["input"], given.get("weight"), given.get("bias"), *made[1:])
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    own = (arguments["input"], arguments.get("weight"), arguments.get("bias"), *results[1:])
     best = float("inf")
     for _ in range(2):
         start = perf_counter_ns()
         out = apply_statistics(*own)
         best = min(best, (perf_counter_ns() - start) / 1e9)
-        if not same_bits(out, made[0]):
-            return replace(apart, run=None)
-    return replace(apart, cost=best)
+        if not same_bits(out, results[0]):
+            return replace(first_result, run=None)
+    return replace(first_result, cost=best)
 
 
-def compared(func: Any, count: int) -> int:
-    """How many of an operator's results must be equal to the bit."""
-    return _COMPARED.get(func._schema.name, count)
+def count_compared_results(func: Any, count: int) -> int:
+    """Return how many of an operator's results must be bitwise equal."""
+    return _COMPARED_RESULTS.get(func._schema.name, count)
 
 
 def has_workspace(name: str) -> bool:
-    """Whether an operator of this name gives a workspace, which only its own gradient reads."""
-    return name in _COMPARED
+    """Return True if the operator returns a workspace that only its own gradient reads."""
+    return name in _COMPARED_RESULTS
 
 
-def leaves_unwritten(name: str) -> bool:
-    """Whether an operator of this name gives memory that is meant to be overwritten."""
-    return f"aten::{name.removeprefix('aten::')}" in _UNWRITTEN
+def is_uninitialized(name: str) -> bool:
+    """Return True if the operator returns uninitialized memory."""
+    return f"aten::{name.removeprefix('aten::')}" in _UNINITIALIZED
 
 
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are the same in shape, strides and every bit; not-a-number equals itself."""
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return True if shape, strides and all bits are equal; NaN equals itself."""
     if (
-        left.shape != right.shape
-        or left.dtype != right.dtype
-        or left.stride() != right.stride()
-        or left.is_conj() != right.is_conj()
-        or left.is_neg() != right.is_neg()
+        first.shape != second.shape
+        or first.dtype != second.dtype
+        or first.stride() != second.stride()
+        or first.is_conj() != second.is_conj()
+        or first.is_neg() != second.is_neg()
     ):
         return False
-    return torch.equal(_bits(left), _bits(right))
+    return torch.equal(_bits(first), _bits(second))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that 0 is not -0."""
+    """View the memory as integers, so that 0 differs from -0."""
     if tensor.is_quantized:
         return tensor.int_repr()
     plain = tensor.detach()
@@ -240,11 +242,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain if plain.dtype == kind or plain.dtype == torch.bool else plain.view(kind)
 
 
-_PART = 1 << 20
+_HASH_BLOCK = 1 << 20
 
 
 def hash_bytes(storage: torch.UntypedStorage, start: int, length: int) -> int:
-    """A hash of 64 bits of some bytes; about 1 us and 0.1 ns a byte."""
+    """Compute a 64-bit hash of a byte range; about 1 us plus 0.1 ns per byte."""
     if length == 0:
         return 0
     if storage.device.type == "cpu":
@@ -254,64 +256,64 @@ def hash_bytes(storage: torch.UntypedStorage, start: int, length: int) -> int:
 
 
 def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> int:
-    """The same purpose where bytes cannot be read directly: sums with weights, part by part.
+    """Hash bytes that cannot be read directly, by weighted sums per block.
 
     h = sum_p (p + 1) c_p, c_p = sum_i b_i ((2 i + 1) k mod 2^31 - 1), in integers modulo 2^64.
     """
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     flat = flat.set_(storage, start, (length,), (1,))
-    weights = torch.arange(min(_PART, length), dtype=torch.int64, device=storage.device)
+    weights = torch.arange(min(_HASH_BLOCK, length), dtype=torch.int64, device=storage.device)
     weights = (2 * weights + 1) * 0x9E3779B1 % 2147483647
     total = torch.zeros((), dtype=torch.int64, device=storage.device)
-    for number, part in enumerate(torch.split(flat, _PART)):
+    for number, part in enumerate(torch.split(flat, _HASH_BLOCK)):
         total += (number + 1) * (part.to(torch.int64) * weights[: len(part)]).sum()
     return int(total)
 
 
-_COUNT = 32
-"""How many places of a tensor are looked at."""
+_SAMPLE_SIZE = 32
+"""Number of sampled elements of a tensor."""
 
 
 class TensorSample(NamedTuple):
-    """A few places: a coarse lattice in the tensor."""
+    """A few elements on a coarse lattice in the tensor."""
 
     lattice: Geometry
 
     def of(self, base: Tensor) -> Any:
-        """The numbers there, given any tensor on the storage; about 3 us."""
+        """Read the sampled elements from any tensor on the storage; about 3 us."""
         return self.lattice.on_storage_of(base).tolist()
 
 
 class ContentHash(NamedTuple):
-    """Every byte that anybody will read: one run of bytes, or several tensors."""
+    """Hash of every byte that will be read: one contiguous range, or several tensors."""
 
     start: int
     length: int
-    """Bytes; 0 if the content is not one run."""
+    """Bytes; 0 if the content is not contiguous."""
     parts: tuple[Geometry, ...] = ()
 
     def of(self, base: Tensor) -> Any:
-        """A hash of 64 bits, given any tensor on the storage; about 1 us and 0.1 ns a byte."""
+        """Compute a 64-bit hash from any tensor on the storage; about 1 us plus 0.1 ns per byte."""
         if self.length:
             return hash_bytes(base.untyped_storage(), self.start, self.length)
-        found = []
+        hashes = []
         for part in self.parts:
             whole = part.on_storage_of(base).resolve_conj().resolve_neg().contiguous()
             start = int(whole.storage_offset()) * whole.itemsize
-            found.append(hash_bytes(whole.untyped_storage(), start, whole.nbytes))
-        return tuple(found)
+            hashes.append(hash_bytes(whole.untyped_storage(), start, whole.nbytes))
+        return tuple(hashes)
 
 
 Fingerprint = TensorSample | ContentHash
 
 
-def content_of(made: Geometry, slots: Sequence[Geometry], *, whole: bool) -> ContentHash:
-    """What to hash of a value: all that its operator made if that is one run, else what is saved of it.
+def build_content_hash(result: Geometry, slots: Sequence[Geometry], *, whole: bool) -> ContentHash:
+    """Choose what to hash of a value: the operator's whole result if it is contiguous, else the saved tensors.
 
-    `whole` says that the operator wrote every element.
+    `whole` means that the operator wrote every element.
     """
-    if whole and _is_dense(made):
-        return ContentHash(made.offset * made.dtype.itemsize, _nbytes(made))
+    if whole and _is_dense(result):
+        return ContentHash(result.offset * result.dtype.itemsize, _nbytes(result))
     if len(set(slots)) == 1 and _is_dense(slots[0]):
         return ContentHash(slots[0].offset * slots[0].dtype.itemsize, _nbytes(slots[0]))
     return ContentHash(0, 0, tuple(dict.fromkeys(slots)))
@@ -322,7 +324,7 @@ def _nbytes(geometry: Geometry) -> int:
 
 
 def _is_dense(geometry: Geometry) -> bool:
-    """Whether the elements lie side by side, in whatever order."""
+    """Return True if the elements are contiguous in memory, in any order."""
     expected = 1
     for step, n in sorted(zip(geometry.stride, geometry.size, strict=True)):
         if n == 1:
@@ -333,24 +335,24 @@ def _is_dense(geometry: Geometry) -> bool:
     return True
 
 
-def sample_of(geometry: Geometry, count: int = _COUNT) -> TensorSample:
-    """A lattice of about `count` places over the whole of a tensor."""
+def build_sample(geometry: Geometry, count: int = _SAMPLE_SIZE) -> TensorSample:
+    """Build a lattice of about `count` elements over a tensor."""
     numel = math.prod(geometry.size)
     if numel and _is_dense(geometry):
-        # Any stride through memory stays inside. An odd one meets every channel.
+        # Any stride stays inside a dense tensor; an odd one visits every channel.
         step = max(1, numel // count)
         step += 1 - step % 2 if step > 1 else 0
         size: Sequence[int] = (1 + (numel - 1) // step,)
         return TensorSample(geometry._replace(size=tuple(size), stride=(step,)))
-    left, size, stride = max(1, count), [], []
+    remaining, size, stride = max(1, count), [], []
     for n, step in zip(geometry.size, geometry.stride, strict=True):
-        some = max(1, min(n, left)) if n else 0
-        left = max(1, left // max(some, 1))
+        some = max(1, min(n, remaining)) if n else 0
+        remaining = max(1, remaining // max(some, 1))
         size.append(some)
         stride.append(step * max(1, n // max(some, 1)))
     return TensorSample(geometry._replace(size=tuple(size), stride=tuple(stride)))
 
 
-def same_content(left: object, right: object) -> bool:
-    """Whether two fingerprints are equal; not-a-number equals itself."""
-    return left == right or repr(left) == repr(right)
+def same_content(first: object, second: object) -> bool:
+    """Return True if two fingerprints are equal; NaN equals itself."""
+    return first == second or repr(first) == repr(second)

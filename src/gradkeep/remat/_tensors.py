@@ -1,4 +1,4 @@
-"""What torch shows of a step: storages that live and die, views of them, operators and what they change."""
+"""View of torch during a step: storage lifetimes, views, operators and their side effects."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ M = TypeVar("M", bound="OperatorWatcher")
 
 
 class StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Calls back when the storage is gone, and still knows which one it was."""
+    """Weak reference to a storage that remembers the storage's id."""
 
     __slots__ = ("key",)
     key: int
 
 
 class Geometry(NamedTuple):
-    """All that a tensor is beside its storage."""
+    """Everything that defines a tensor besides its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """In elements."""
+    """Offset in elements."""
     conjugate: bool = False
-    """It shows the conjugates of what is stored, as `.conj()` does without computing anything."""
+    """Conjugate bit, as set by a lazy `.conj()`."""
     negative: bool = False
-    """It shows the stored numbers with the other sign, as the `.imag` of a conjugate does."""
+    """Negative bit, as set by `.imag` of a lazy conjugate."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """The geometry of a tensor."""
+        """Return the geometry of a tensor."""
         return cls(
             tensor.dtype,
             tuple(tensor.size()),
@@ -54,16 +54,16 @@ class Geometry(NamedTuple):
         )
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this geometry that shows a storage."""
+        """Return a tensor of this geometry on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        # Bits that are set in place change nothing that is stored.
+        # These bits only affect how the storage is read.
         tensor = empty.set_(storage, self.offset, self.size, self.stride)
         torch._C._set_conj(tensor, self.conjugate)
         torch._C._set_neg(tensor, self.negative)
         return tensor
 
     def on_storage_of(self, base: torch.Tensor) -> torch.Tensor:
-        """The same, given any tensor on the storage."""
+        """Return a tensor of this geometry on the storage of another tensor."""
         if (
             base.dtype is self.dtype
             and base.is_conj() is self.conjugate
@@ -73,13 +73,13 @@ class Geometry(NamedTuple):
         return self.on(base.untyped_storage())
 
     def moved(self, base: torch.Tensor, anchor: int) -> Geometry:
-        """This geometry on the storage of `base`, where `anchor` bytes stands for where `base` begins."""
+        """Return this geometry on the storage of `base`, whose recorded start was `anchor` bytes."""
         start = int(base.storage_offset()) * base.itemsize - anchor
         return self._replace(offset=self.offset + start // self.dtype.itemsize)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The bytes of the storage that it reaches from and to."""
+        """First and last byte of the storage that it covers."""
         steps = zip(self.size, self.stride, strict=True)
         extent = 0 if 0 in self.size else 1 + sum((n - 1) * step for n, step in steps)
         start = self.offset * self.dtype.itemsize
@@ -87,8 +87,7 @@ class Geometry(NamedTuple):
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is one piece of memory, seen through strides; sparse ones are not, shapes without
-    content (autograd makes such itself), and zeros that it never writes down."""
+    """Return True if a tensor is strided memory; False for sparse, nested, meta, zero and wrapper tensors."""
     return (
         tensor.layout is torch.strided
         and _is_one_piece(type(tensor))
@@ -100,15 +99,15 @@ def has_storage(tensor: Tensor) -> bool:
 
 @functools.cache
 def _is_one_piece(kind: type[Tensor]) -> bool:
-    # Classes that wrap several tensors have a storage that nothing is stored in.
+    # The storage of a wrapper class is empty.
     return not hasattr(kind, "__tensor_flatten__")
 
 
-def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """List the storages that hold a tensor's content, for sparse, nested and wrapping tensors too."""
+def find_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """List the storages that hold a tensor's content, including sparse, nested and wrapper tensors."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [found for name in names for found in storages_of(getattr(tensor, name))]
+        return [storage for name in names for storage in find_storages(getattr(tensor, name))]
     if tensor.is_meta or tensor._is_zerotensor():
         return []
     if tensor.layout is torch.strided:
@@ -126,39 +125,39 @@ _SPARSE_PARTS = {
 }
 
 
-WATCHED_OTHERWISE = frozenset(
+MODE_SENSITIVE_NODES = frozenset(
     {
         *("CumprodBackward0", "LinalgLstsqBackward0", "LinalgPinvBackward0"),
         *("MaskedFillBackward1", "MaxBackward1", "MinBackward1", "OrmqrBackward0"),
         *("ProdBackward0", "ProdBackward1"),
     }
 )
-"""Nodes whose gradients torch computes by other formulas, with other rounding, while a mode watches."""
+"""Nodes whose gradients torch computes by other formulas, with other rounding, under a dispatch mode."""
 
 SEQUENCES = frozenset((list, tuple))
-"""In what operators take and give several tensors; looking up a type is the fastest test."""
+"""Container types of tensors in arguments and results; a type lookup is the fastest test."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorSignature:
-    """What the log needs to know of an operator."""
+    """Name of an operator and the arguments it writes."""
 
     name: str
     writes: tuple[tuple[int, str], ...]
     """Position and name of the arguments that it changes in place."""
     training: int = -1
-    """Position of the argument that says whether it does; -1 if it always does."""
+    """Position of the argument that enables the writes; -1 if they always happen."""
 
 
 _HIDDEN_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
 }
-"""What operators change while they train, though their schemas do not say so."""
+"""Arguments that operators write in training although their schemas do not declare it."""
 
 
-def signature_of(func: Any) -> OperatorSignature:
-    """Read the schema once: this is kept per operator."""
+def read_signature(func: Any) -> OperatorSignature:
+    """Read the signature from an operator's schema."""
     schema = func._schema
     names = [argument.name for argument in schema.arguments]
     name = schema.name.partition("::")[2]
@@ -173,10 +172,10 @@ def signature_of(func: Any) -> OperatorSignature:
     return OperatorSignature(name, writes)
 
 
-def written_tensors(
+def find_written_tensors(
     signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """The tensors that the operator changes, in the order of its arguments."""
+    """Return the tensors that the operator writes, in the order of its arguments."""
     at = signature.training
     if at >= 0 and not (args[at] if at < len(args) else kwargs.get("training", True)):
         return []
@@ -186,56 +185,58 @@ def written_tensors(
     return [tensor for tensor in tensors if has_storage(tensor)]
 
 
-def written_storages(
+def find_written_storages(
     signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, torch.UntypedStorage]:
-    """The storages that the operator changed, in the order of its arguments."""
-    storages = [tensor.untyped_storage() for tensor in written_tensors(signature, args, kwargs)]
+    """Return the storages that the operator wrote, in the order of its arguments."""
+    storages = [
+        tensor.untyped_storage() for tensor in find_written_tensors(signature, args, kwargs)
+    ]
     return {id(storage): storage for storage in storages}
 
 
-def collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
-    """Add the tensors among the values, and in lists among them."""
+def collect_tensors(values: Iterable[Any], tensors: list[Tensor]) -> None:
+    """Append the tensors among the values, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif type(value) in SEQUENCES:
-            found += [item for item in value if isinstance(item, Tensor)]
+            tensors += [item for item in value if isinstance(item, Tensor)]
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in an operator's arguments or results, in order."""
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested arguments or results, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [tensor for item in value for tensor in find_tensors(item)]
     return []
 
 
-def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """The same arguments with everything of a type replaced."""
+def map_nested(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """Return nested arguments with every instance of a type replaced."""
     if isinstance(value, kind):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(mapped(item, change, kind) for item in value)
+        return type(value)(map_nested(item, change, kind) for item in value)
     return value
 
 
 def view_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Which part of its storage a tensor shows, and how."""
+    """Return a key of the part of its storage that a tensor views."""
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
-_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(
+_LAZY_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.Negative
 )
 
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator inside of a dispatch mode as it runs outside.
+    """Run an operator inside a dispatch mode as it runs outside.
 
-    There torch has switched off that lazy conjugates are looked at. What conjugates within an
-    operator (`linalg.pinv` does) would come out wrong, for complex numbers alone.
+    Inside a mode torch disables the handling of lazy conjugates, so operators that conjugate internally
+    (such as `linalg.pinv`) would be wrong for complex numbers.
     """
     tensors: list[Tensor] = []
     collect_tensors(args, tensors)
@@ -247,7 +248,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     else:
         return func(*args, **kwargs)
     included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY_KEYS
     with torch._C._ForceDispatchKeyGuard(included, excluded):
         return func(*args, **kwargs)
 
@@ -259,15 +260,15 @@ class OperatorCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     signature: OperatorSignature
-    given: list[Tensor]
+    inputs: list[Tensor]
     """Tensors among the arguments."""
-    made: list[Tensor]
+    outputs: list[Tensor]
     """Tensors among the results."""
     nanoseconds: int
 
 
 class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that times every operator and passes it to `ran`."""
+    """A dispatch mode that times every operator and passes it to `on_operator`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -275,20 +276,20 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps every call and loads its compiler at the first: seconds, for nothing.
+        # Otherwise torch wraps every call and loads its compiler, which takes seconds.
         return False
 
     watching: bool = True
-    """Whether operators are passed on."""
+    """Pass operators to `on_operator`."""
 
-    def ran(self, call: OperatorCall) -> None:
-        """Note an operator."""
+    def on_operator(self, call: OperatorCall) -> None:
+        """Handle an operator that ran."""
 
     def signature(self, func: Any) -> OperatorSignature:
-        """Read the schema of an operator, once."""
+        """Return the cached signature of an operator."""
         known = self._signatures.get(func)
         if known is None:
-            known = self._signatures[func] = signature_of(func)
+            known = self._signatures[func] = read_signature(func)
         return known
 
     def __torch_dispatch__(
@@ -300,16 +301,16 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = perf_counter_ns()
         out = run_operator(func, args, kwargs)
         spent = perf_counter_ns() - start
-        made = [out] if isinstance(out, Tensor) else tensors_in(out)
-        if made and made[0].is_cuda:
-            torch.cuda.synchronize(made[0].device)
+        outputs = [out] if isinstance(out, Tensor) else find_tensors(out)
+        if outputs and outputs[0].is_cuda:
+            torch.cuda.synchronize(outputs[0].device)
             spent = perf_counter_ns() - start
-        given: list[Tensor] = []
-        collect_tensors(args, given)
+        inputs: list[Tensor] = []
+        collect_tensors(args, inputs)
         if kwargs:
-            collect_tensors(kwargs.values(), given)
+            collect_tensors(kwargs.values(), inputs)
         signature = self._signatures.get(func) or self.signature(func)
-        self.ran(OperatorCall(func, args, kwargs, signature, given, made, spent))
+        self.on_operator(OperatorCall(func, args, kwargs, signature, inputs, outputs, spent))
         return out
 
 
@@ -320,33 +321,33 @@ def _skipped_by_compiler(mode: Any) -> Any:
     ) -> Any:
         return mode.__torch_dispatch__(self, func, types, args, kwargs)
 
-    # Torch wraps what a class itself defines, hence a method of its own.
+    # Torch only wraps methods that the class itself defines.
     skipped = {"_should_skip_dynamo": classmethod(lambda _: True), "__torch_dispatch__": dispatch}
     return type(mode.__name__, (mode,), skipped)
 
 
-def not_compiled(function: F) -> F:
-    """The function for this process: if it compiles functions, torch must leave this one alone."""
+def exclude_from_compiler(function: F) -> F:
+    """Return the function, excluded from `torch.compile` if this process uses it."""
     if "torch._dynamo" not in sys.modules:
         return function
-    left_alone: F = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
-    return left_alone
+    excluded: F = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    return excluded
 
 
-def inside_compiled() -> bool:
-    """Whether a function that torch compiled is running: there no mode may come or go."""
+def is_inside_compiled() -> bool:
+    """Return True inside a compiled function, where modes must not be entered or exited."""
     if "torch._dynamo" not in sys.modules:
         return False
     frame, entered = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
         entered += frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")
-    return entered > 1  # the first is the way into `not_compiled`
+    return entered > 1  # the first frame belongs to `exclude_from_compiler`
 
 
-def beside_compiler(mode: type[M]) -> type[M]:
-    """The mode for this process: if it has compiled functions, torch must not compile the mode too."""
+def exclude_mode_from_compiler(mode: type[M]) -> type[M]:
+    """Return the mode class, excluded from `torch.compile` if this process uses it."""
     if "torch._dynamo" not in sys.modules:
         return mode
-    found: type[M] = _skipped_by_compiler(mode)  # type: ignore[arg-type]
-    return found
+    skipped: type[M] = _skipped_by_compiler(mode)  # type: ignore[arg-type]
+    return skipped

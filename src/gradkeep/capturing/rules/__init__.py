@@ -1,1 +1,1 @@
-"""One file for each kind of layer: from its calls to its gradients."""
+"""Rules that compute the gradients of each kind of layer from its calls."""

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def module_gradients(
     units: Sequence[LayerUnit], calls: Sequence[LayerCall], *, rows: int
 ) -> dict[LayerUnit, LayerGradients]:
-    """The dense gradients of all units that are captured by running the same module again.
+    """Compute the dense gradients of all units that are captured by running the same module again.
 
-    All samples at once with `torch.func.vmap`, or, where that cannot be done, one after the other.
-    Cost: one forward and backward of this module per sample, on top of the model's own.
+    For all samples at once with `torch.func.vmap` or, where that fails, one after the other. Cost: one forward and
+    backward of this module per sample, on top of the model's own.
     """
     first = units[0]
     names = {id(weight): name for name, weight in first.modules[0].named_parameters()}
@@ -36,17 +36,17 @@ def module_gradients(
     total: torch.Tensor | None = None
     for call in calls:
         if first.rule == "module":
-            found = _all(call, weights, rows, first.axis)
+            gradients = _all_samples(call, weights, rows, first.axis)
         else:
-            each = (_one(call, weights, row, rows, first.axis) for row in range(rows))
-            found = torch.stack(list(each))
-        total = found if total is None else total + found
+            each = (_one_sample(call, weights, row, rows, first.axis) for row in range(rows))
+            gradients = torch.stack(list(each))
+        total = gradients if total is None else total + gradients
     assert total is not None
     return _by_unit(units, total)
 
 
 def _by_unit(units: Sequence[LayerUnit], values: torch.Tensor) -> dict[LayerUnit, LayerGradients]:
-    """The gradients of all units `[B, P]`, taken apart."""
+    """Split the gradients `[B, P]` by unit."""
     parts = torch.split(values, [unit.size for unit in units], 1)
     return {
         unit: dense_gradients(unit.name, unit.parameters, part)
@@ -57,14 +57,14 @@ def _by_unit(units: Sequence[LayerUnit], values: torch.Tensor) -> dict[LayerUnit
 def _flat(
     weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """One vector of all gradients; zeros where there is none."""
+    """Concatenate all gradients to one vector, with zeros for missing ones."""
     pairs = zip(weights, gradients, strict=True)
     return torch.cat(
         [(torch.zeros_like(w) if g is None else g.to_dense()).reshape(-1) for w, g in pairs]
     )
 
 
-def _all(
+def _all_samples(
     call: LayerCall, weights: Mapping[str, torch.Tensor], rows: int, axis: SampleAxis
 ) -> torch.Tensor:
     leaves, shape = tree_flatten((call.args, call.kwargs))
@@ -83,48 +83,48 @@ def _all(
     def value(
         own: dict[str, torch.Tensor], varied: list[torch.Tensor], suffixes: list[torch.Tensor]
     ) -> torch.Tensor:
-        given = iter(varied)
+        inputs = iter(varied)
         filled = [
-            next(given) if tensor and possible(leaf.shape, rows, axis) else leaf
+            next(inputs) if tensor and possible(leaf.shape, rows, axis) else leaf
             for leaf, tensor in zip(leaves, tensors, strict=True)
         ]
         outputs = _outputs(call.module, own, tree_unflatten(filled, shape))
         pairs = zip(outputs, suffixes, strict=True)
         return torch.stack([(tensor * suffix).sum() for tensor, suffix in pairs]).sum()
 
-    # The fused attention kernels have no rule for batching; the plain one has. What else has none
-    # runs through a slow loop with a warning, and is better run one by one.
+    # Fused attention kernels have no batching rule; the plain one has. Other operators without one run
+    # in a slow loop with a warning, and are better run one by one.
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("error", message="There is a performance drop")
         each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
-        found = each(own, varied, suffixes)
-    return torch.cat([gradient.reshape(rows, -1) for gradient in found.values()], 1)
+        gradients = each(own, varied, suffixes)
+    return torch.cat([gradient.reshape(rows, -1) for gradient in gradients.values()], 1)
 
 
 def _outputs(module: nn.Module, own: dict[str, torch.Tensor], inputs: Any) -> list[torch.Tensor]:
     args, kwargs = inputs
     output = functional_call(module, own, args, kwargs)
-    found = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-    return [t for t in found if t.is_floating_point()]
+    tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+    return [t for t in tensors if t.is_floating_point()]
 
 
 def _split_input(leaf: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
-    """`[B, ...]` with each row shaped as the module is given one sample."""
+    """Return `[B, ...]`, each row shaped as the input of one sample."""
     if axis == "second":
         return leaf.transpose(0, 1).unsqueeze(2)
     return leaf.reshape(rows, len(leaf) // rows, *leaf.shape[1:])
 
 
-def _split(suffix: torch.Tensor, wanted: torch.Size, rows: int) -> torch.Tensor:
-    """`[B, *wanted]`: where a dimension of the one-sample output shrank, it counts the samples."""
-    for dim, (have, want) in enumerate(zip(suffix.shape, wanted, strict=True)):
+def _split(suffix: torch.Tensor, one_shape: torch.Size, rows: int) -> torch.Tensor:
+    """Return `[B, *one_shape]`: a dimension that is smaller in the one-sample output counts the samples."""
+    for dim, (have, want) in enumerate(zip(suffix.shape, one_shape, strict=True)):
         if have != want:
             shape = (*suffix.shape[:dim], rows, want, *suffix.shape[dim + 1 :])
             return suffix.reshape(shape).movedim(dim, 0)
     return suffix.unsqueeze(0)
 
 
-def _one(
+def _one_sample(
     call: LayerCall, weights: Mapping[str, torch.Tensor], row: int, rows: int, axis: SampleAxis
 ) -> torch.Tensor:
     args, kwargs = _of_row((call.args, call.kwargs), row, rows, axis)
@@ -135,17 +135,17 @@ def _one(
         (tensor, _split(call.suffix(index), tensor.shape, rows)[row])
         for index, tensor in enumerate(outputs)
     ]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [tensor for tensor, _ in pairs],
         list(own.values()),
         [suffix.to(tensor.dtype) for tensor, suffix in pairs],
         allow_unused=True,
     )
-    return _flat(list(own.values()), found)
+    return _flat(list(own.values()), gradients)
 
 
 def _of_row(inputs: Any, row: int, rows: int, axis: SampleAxis) -> Any:
-    """The inputs of one sample; tensors that do not count the samples are shared by all."""
+    """Return the inputs of one sample; tensors that do not count the samples are shared by all."""
 
     def cut(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.dim() or not possible(leaf.shape, rows, axis):
@@ -165,15 +165,15 @@ def whole_model_gradients(
     *,
     rows: int,
 ) -> dict[LayerUnit, LayerGradients]:
-    """The dense gradients of these units' parameters, by autograd on batches of one.
+    """Compute the dense gradients of these units' parameters, by autograd on batches of one.
 
-    The second of `measure(batch)` is differentiated. Cost: one forward and backward pass of
-    the model per sample.
+    The second value of `measure(batch)` is differentiated. Cost: one forward and backward pass of the model per
+    sample.
     """
     weights = [weight for unit in units for weight in unit.weights]
-    found: list[torch.Tensor] = []
+    rows_of_gradients: list[torch.Tensor] = []
     for row in range(rows):
         value = measure(rows_of(batch, row, row + 1))[1].sum()
         gradients = torch.autograd.grad(value, weights, allow_unused=True)
-        found.append(_flat(weights, gradients))
-    return _by_unit(units, torch.stack(found))
+        rows_of_gradients.append(_flat(weights, gradients))
+    return _by_unit(units, torch.stack(rows_of_gradients))

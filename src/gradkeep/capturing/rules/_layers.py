@@ -30,25 +30,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerGradients:
-    """The gradients of B samples for one layer, with the form they are in."""
+    """Gradients of B samples for one layer, with the form they are in.
+
+    Attributes:
+        form: Form of the gradients.
+        rows: Gradients in that form.
+        source: Tensor that the prefix was read from; layers with the same source share a prefix.
+        sequence: T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order.
+    """
 
     form: AnyForm
     rows: GradientRows
     source: torch.Tensor | None = None
-    """The tensor that the prefix was read from, untouched: layers that read one share it."""
     sequence: int | None = None
-    """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
 
 
 def dense_gradients(
     name: str, parameters: tuple[Parameter, ...], values: torch.Tensor
 ) -> LayerGradients:
-    """Whole gradients `[B, P]` of a layer."""
+    """Wrap whole gradients `[B, P]` of a layer."""
     return LayerGradients(Dense(parameters, f"{name}.gradient", values.shape[1]), DenseRows(values))
 
 
 def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is of one of the classes, or of a subclass that has their `forward`.
+    """Return True if a module is of one of the classes, or of a subclass with their `forward`.
 
     >>> import torch
     >>> class Scaled(torch.nn.Linear):
@@ -62,15 +67,15 @@ def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 SampleAxis = Literal["first", "second", "flat", "interleaved", "shared"]
-"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, `[B * T, ...]` or `[T * B, ...]`; of a
-call that all samples share, such as positions `[T]`, none does until its output is spread to all of them."""
+"""Dimension that counts the samples: `[B, ...]`, `[T, B, ...]`, `[B * T, ...]` or `[T * B, ...]`;
+none in a call that all samples share, such as positions `[T]`, until its output is expanded."""
 SAMPLE_AXES: tuple[SampleAxis, ...] = ("first", "second", "flat")
 INTERLEAVED: tuple[SampleAxis, ...] = ("interleaved",)
-"""Of time-major tensors that were flattened: sizes do not tell it from `flat`, only a proof does."""
+"""Flattened time-major tensors: only a proof can distinguish them from `flat`."""
 
 
 def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
-    """Whether a tensor of this shape can be read so for that many samples."""
+    """Return True if a tensor of this shape can have this axis for that many samples."""
     if axis == "first":
         return len(shape) >= 1 and shape[0] == rows
     if axis == "second":
@@ -79,7 +84,7 @@ def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
 
 
 def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
-    """The tensor as `[B, ...]`.
+    """Return the tensor as `[B, ...]`.
 
     `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`, `interleaved` `[T * B, ...]`.
 
@@ -97,12 +102,12 @@ def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor
 
 
 def is_linear(module: nn.Module) -> bool:
-    """`nn.Linear`, and the `Conv1D` of Hugging Face, which is a linear layer laid out the other way."""
-    return runs_as(module, nn.Linear) or is_turned(module)
+    """Return True for `nn.Linear` and the `Conv1D` of Hugging Face, a transposed linear layer."""
+    return runs_as(module, nn.Linear) or is_transposed(module)
 
 
-def is_turned(module: nn.Module) -> bool:
-    """Whether the weight is laid out `[d_in, d_out]`."""
+def is_transposed(module: nn.Module) -> bool:
+    """Return True if the weight is laid out `[d_in, d_out]`."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -115,7 +120,7 @@ def linear_gradients(
     rows: int,
     axis: SampleAxis,
 ) -> LayerGradients:
-    """All positions of all calls of each sample, one after the other."""
+    """Return the positions of all calls of each sample, one after the other."""
     inputs = [by_sample(call.input, rows, axis) for call in calls]
     suffixes = [by_sample(call.suffix(), rows, axis) for call in calls]
     d_in, d_out, once = inputs[0].shape[-1], suffixes[0].shape[-1], len(calls) == 1
@@ -131,20 +136,20 @@ def linear_gradients(
         d_in=d_in,
         d_out=d_out,
         bias=len(parameters) > 1,
-        transposed=is_turned(module),
+        transposed=is_transposed(module),
     )
-    kept = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
+    factors = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
     sequence = positions if once and inputs[0].dim() == 3 else None
-    return LayerGradients(form, kept, calls[0].original if once else None, sequence)
+    return LayerGradients(form, factors, calls[0].original if once else None, sequence)
 
 
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """The convolutions of torch, whatever their stride, padding, dilation and groups."""
-    return runs_as(module, *_PLAIN, *_TURNED)
+    """Return True for the convolutions of torch, with any stride, padding, dilation and groups."""
+    return runs_as(module, *_PLAIN, *_TRANSPOSED)
 
 
 def convolution_gradients(
@@ -156,7 +161,7 @@ def convolution_gradients(
     rows: int,
     axis: SampleAxis,
 ) -> LayerGradients:
-    """One call: the pixels. Several calls, or several images per sample: their summed gradients."""
+    """Return the pixels of one call; of several calls, or images per sample, the summed gradients."""
     if len(calls) == 1 and axis == "first":
         call = calls[0]
         return _pixels(name, module, parameters, call.input, call.suffix(), call.original)
@@ -180,18 +185,18 @@ def _pixels(
     source: torch.Tensor | None,
 ) -> LayerGradients:
     images = images.to(suffix.dtype)
-    turned = isinstance(module, _TURNED)
+    transposed = isinstance(module, _TRANSPOSED)
     padding = _before(module)
     if module.padding_mode != "zeros":
-        # The layer pads its input itself; what it then sees is the input.
+        # The layer pads its input; the padded tensor is the input of the convolution.
         images = F.pad(images, module._reversed_padding_repeated_twice, mode=module.padding_mode)
         padding, source = (0,) * len(padding), None
-    wide, narrow = (suffix, images) if turned else (images, suffix)
+    wide, narrow = (suffix, images) if transposed else (images, suffix)
     prefix, ending = f"{name}.prefix", f"{name}.suffix"
     form = Convolution(
         parameters,
-        wide=ending if turned else prefix,
-        narrow=prefix if turned else ending,
+        wide=ending if transposed else prefix,
+        narrow=prefix if transposed else ending,
         channels=wide.shape[1],
         filters=narrow.shape[1],
         size=tuple(wide.shape[2:]),
@@ -201,14 +206,14 @@ def _pixels(
         padding=padding,
         dilation=tuple(module.dilation),
         groups=module.groups,
-        bias=None if len(parameters) == 1 else "wide" if turned else "narrow",
+        bias=None if len(parameters) == 1 else "wide" if transposed else "narrow",
     )
     assert math.prod(parameters[0].shape) <= form.gradient_size
     return LayerGradients(form, ConvolutionRows(wide, narrow), source)
 
 
 def _before(module: Any) -> tuple[int, ...]:
-    """The zeros before the first pixel, per dimension."""
+    """Return the zeros before the first pixel, per dimension."""
     if module.padding == "valid":
         return (0,) * len(module.kernel_size)
     if module.padding == "same":
@@ -218,7 +223,7 @@ def _before(module: Any) -> tuple[int, ...]:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """`nn.Embedding`; one that renormalises its table while reading has no such gradient."""
+    """Return True for `nn.Embedding` without renormalization, which has no such gradient."""
     return runs_as(module, nn.Embedding) and module.max_norm is None
 
 
@@ -231,17 +236,17 @@ def embedding_gradients(
     rows: int,
     axis: SampleAxis,
 ) -> LayerGradients:
-    """The tokens of each sample, equal ones added up, padding and zero gradients left out."""
+    """Return the tokens of each sample: equal ones summed, without padding and zero gradients."""
     if module.scale_grad_by_freq:
         raise CaptureError(
-            f"layer {name}: scale_grad_by_freq divides by how often a token is in the batch, so "
-            f"a sample has no gradient of its own",
-            fix="set scale_grad_by_freq=False for the capture, or leave the layer out",
+            f"layer {name}: scale_grad_by_freq divides by the frequency of a token in the batch",
+            code="capture.scale_grad_by_freq",
+            fix="Set scale_grad_by_freq=False for the capture, or leave the layer out.",
         )
     width = module.embedding_dim
     tokens = torch.cat([by_sample(c.input, rows, axis).reshape(rows, -1) for c in calls], 1)
     g = torch.cat([by_sample(c.suffix(), rows, axis).reshape(rows, -1, width) for c in calls], 1)
-    kept = _coalesced(tokens, g, rows=rows, size=module.num_embeddings, skip=module.padding_idx)
+    factors = _coalesced(tokens, g, rows=rows, size=module.num_embeddings, skip=module.padding_idx)
     form = Lookup(
         parameters,
         prefix=f"{name}.prefix",
@@ -249,7 +254,7 @@ def embedding_gradients(
         rows=module.num_embeddings,
         width=width,
     )
-    return LayerGradients(form, kept)
+    return LayerGradients(form, factors)
 
 
 def _coalesced(
@@ -272,7 +277,7 @@ def _coalesced(
 def tied_gradients(
     unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int, axis: SampleAxis
 ) -> LayerGradients:
-    """The tokens' vectors and the linear layer's positions of each sample."""
+    """Return the tokens' vectors and the linear layer's positions of each sample."""
     looked = [call for call in calls if isinstance(call.module, nn.Embedding)]
     read = [call for call in calls if not isinstance(call.module, nn.Embedding)]
     weight = unit.parameters[:1]
@@ -282,7 +287,7 @@ def tied_gradients(
 
 
 def tied_pieces(unit: LayerUnit, low: LayerGradients, high: LayerGradients) -> LayerGradients:
-    """Both uses of a table, as an embedding and as a linear layer, as one."""
+    """Combine both uses of a table, as an embedding and as a linear layer."""
     assert isinstance(low.form, Lookup)
     assert isinstance(low.rows, LookupRows)
     assert isinstance(high.form, Outer)
@@ -290,15 +295,15 @@ def tied_pieces(unit: LayerUnit, low: LayerGradients, high: LayerGradients) -> L
     lookup = dataclasses.replace(
         low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
     )
-    form, kept = Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows)
-    return LayerGradients(form, kept, sequence=high.sequence)
+    form, factors = Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows)
+    return LayerGradients(form, factors, sequence=high.sequence)
 
 
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Layer, group, RMS and (with running statistics) batch normalisation."""
+    """Return True for layer, group, RMS and (with running statistics) batch normalization."""
     if isinstance(module, _BATCH):
         return runs_as(module, *_BATCH) and module.running_mean is not None
     return runs_as(module, nn.LayerNorm, nn.GroupNorm) or _is_rms(module)
@@ -313,15 +318,15 @@ def norm_gradients(
     rows: int,
     axis: SampleAxis,
 ) -> LayerGradients:
-    """The summed gradients of scale and shift over all positions of all calls."""
+    """Return the gradients of scale and shift, summed over all positions of all calls."""
     gradients = []
     for call in calls:
         g, parts = call.suffix(), []
         for parameter in parameters:
             term = g
             if not parameter.name.endswith("bias"):
-                # In place: this is made where a backward pass has the least room.
-                term = _normalised(module, call.input.to(g.dtype)).mul_(g)
+                # In place: memory is at its peak here.
+                term = _normalized(module, call.input.to(g.dtype)).mul_(g)
             term = by_sample(term, rows, axis)
             if isinstance(module, nn.LayerNorm) or _is_rms(module):
                 # The parameter has the shape of the last dimensions.
@@ -336,9 +341,9 @@ def norm_gradients(
 def norm_terms(
     call: LayerCall, parameters: tuple[Parameter, ...], *, rows: int, axis: SampleAxis
 ) -> torch.Tensor | None:
-    """What each position adds to the gradients of scale and shift, `[B, T, P]`.
+    """Return what each position adds to the gradients of scale and shift, `[B, T, P]`.
 
-    None where the norm is not one over the last dimension of `[B, T, d]`.
+    None unless the norm is over the last dimension of `[B, T, d]`.
     """
     g = widened(call.suffix())
     if not (isinstance(call.module, nn.LayerNorm) or _is_rms(call.module)):
@@ -346,13 +351,13 @@ def norm_terms(
     if any(parameter.size != g.shape[-1] for parameter in parameters):
         return None
     terms = [
-        g if p.name.endswith("bias") else _normalised(call.module, call.input.to(g.dtype)) * g
+        g if p.name.endswith("bias") else _normalized(call.module, call.input.to(g.dtype)) * g
         for p in parameters
     ]
     return torch.cat([by_sample(term, rows, axis) for term in terms], 2)
 
 
-def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _normalized(module: Any, x: torch.Tensor) -> torch.Tensor:
     if isinstance(module, nn.LayerNorm):
         return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
     if isinstance(module, nn.GroupNorm):
@@ -364,13 +369,13 @@ def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_rms(module: nn.Module) -> bool:
-    """`nn.RMSNorm`, and those of model libraries, which all have this name and one weight."""
+    """Return True for `nn.RMSNorm` and those of model libraries, which have this name and one weight."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
 
 
 def _epsilon(module: Any) -> float | None:
     for name in ("eps", "variance_epsilon", "epsilon"):
         if hasattr(module, name):
-            found: float | None = getattr(module, name)
-            return found
+            value: float | None = getattr(module, name)
+            return value
     return None

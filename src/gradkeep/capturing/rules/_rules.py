@@ -33,25 +33,30 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
 
 DENSE_RULES = ("module", "one by one", "whole")
-"""What makes dense gradients of anything, some layers at a time: it runs the layer once more."""
+"""Rules that compute dense gradients of any module by running it again."""
 _TIED = "tied"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """How the gradients of one kind of module are made from its calls.
+    """Computes the gradients of one kind of module from its calls.
 
-    `gradients(name, module, parameters, calls, rows=B, axis=axis)` gives `LayerGradients` of B
-    samples: `calls` hold each call's input and the gradient at its output (`call.input`,
-    `call.suffix()`), `axis` says which dimension of them counts the samples (`by_sample` turns
-    it to the front), `parameters` name the weights in the order of `module.parameters()`.
+    `gradients(name, module, parameters, calls, rows=B, axis=axis)` returns `LayerGradients` of B samples:
+    `calls` hold each call's input and the gradient at its output (`call.input`, `call.suffix()`), `axis` is the
+    dimension that counts the samples (`by_sample` moves it to the front), and `parameters` name the weights in
+    the order of `module.parameters()`.
+
+    Attributes:
+        name: Unique name of the rule.
+        applies: Returns True for modules that the rule covers.
+        gradients: Computes the gradients, see above.
+        weights: Names that a module's parameters may have; None for any.
     """
 
     name: str
     applies: Callable[[nn.Module], bool]
     gradients: Callable[..., LayerGradients]
     weights: tuple[tuple[str, ...], ...] | None = (("weight",), ("weight", "bias"))
-    """The names that a module's parameters may have; None: any."""
 
 
 _RULES: list[LayerRule] = [
@@ -63,41 +68,54 @@ _RULES: list[LayerRule] = [
 
 
 def register_layer_rule(rule: LayerRule) -> None:
-    """Let `gk.capture` keep modules that the rule knows by it; the rule registered last is asked first.
+    """Register a rule for `gk.capture`; the rule registered last is tried first.
 
-    >>> import torch
-    >>> from gradkeep.capturing.rules._rules import LayerRule, layer_rules, register_layer_rule
-    >>> [rule.name for rule in layer_rules()][-4:]
-    ['linear', 'convolution', 'embedding', 'norm']
+    Args:
+        rule: Rule with a name of its own.
+
+    Raises:
+        CaptureError: It is not a `gk.LayerRule`, or its name is taken.
+
+    Example:
+        >>> import torch
+        >>> from gradkeep.capturing.rules._rules import LayerRule, layer_rules, register_layer_rule
+        >>> [rule.name for rule in layer_rules()][-4:]
+        ['linear', 'convolution', 'embedding', 'norm']
     """
     if not isinstance(rule, LayerRule):
         raise CaptureError(
-            "a layer rule is a gk.LayerRule",
+            "rule must be a gk.LayerRule",
+            code="capture.not_a_rule",
             found=type(rule).__name__,
-            fix="gk.LayerRule(name, applies, gradients)",
+            fix="Pass gk.LayerRule(name, applies, gradients).",
         )
     taken = [_TIED, *DENSE_RULES, *(known.name for known in _RULES)]
     if rule.name in taken:
         raise CaptureError(
-            f"there is a layer rule {rule.name!r} already",
+            f"a layer rule {rule.name!r} exists already",
+            code="capture.rule_exists",
             found=", ".join(taken),
-            fix="give it another name",
+            fix="Use another name.",
         )
     _RULES.insert(0, rule)
 
 
 def unregister_layer_rule(name: str) -> None:
-    """Forget a rule that was registered."""
+    """Remove a registered rule.
+
+    Args:
+        name: Name of the rule.
+    """
     _RULES[:] = [rule for rule in _RULES if rule.name != name]
 
 
 def layer_rules() -> tuple[LayerRule, ...]:
-    """All rules, in the order in which they are asked."""
+    """Return all rules, in the order in which they are tried."""
     return tuple(_RULES)
 
 
 def rule_for(module: nn.Module, names: Sequence[str]) -> str | None:
-    """The rule of a module whose own parameters have these names; None: there is none."""
+    """Return the rule of a module whose own parameters have these names; None if there is none."""
     for rule in _RULES:
         if rule.applies(module) and (rule.weights is None or tuple(names) in rule.weights):
             return rule.name
@@ -105,71 +123,73 @@ def rule_for(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def unit_gradients(unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int) -> LayerGradients:
-    """The gradients of B samples for a unit whose modules made these calls."""
-    made: LayerGradients
+    """Compute the gradients of B samples for a unit whose modules made these calls."""
+    gradients: LayerGradients
     if unit.rule == _TIED:
-        made = tied_gradients(unit, calls, rows=rows, axis=unit.axis)
+        gradients = tied_gradients(unit, calls, rows=rows, axis=unit.axis)
     elif unit.rule in DENSE_RULES:
-        made = module_gradients([unit], calls, rows=rows)[unit]
+        gradients = module_gradients([unit], calls, rows=rows)[unit]
     else:
         rule = next(rule for rule in _RULES if rule.name == unit.rule)
         module: Any = unit.modules[0]
-        made = rule.gradients(unit.name, module, unit.parameters, calls, rows=rows, axis=unit.axis)
-    if made.form.gradient_size != unit.size:
-        raise ValueError("the rule covers another number of values than the layer has")
-    return made
+        gradients = rule.gradients(
+            unit.name, module, unit.parameters, calls, rows=rows, axis=unit.axis
+        )
+    if gradients.form.gradient_size != unit.size:
+        raise ValueError("the rule computes another number of values than the layer has")
+    return gradients
 
 
 HINT = "gk.layers(model) lists them"
-"""Where a user finds the names of layers."""
+"""How a user finds the names of layers."""
 ROOT = "model"
-"""The name of the model itself, where its own parameters are a unit."""
+"""Name of the unit of the model's own parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerUnit:
-    """Some parameters of a model that are captured together: mostly those of one module."""
+    """Parameters of a model that are captured together, mostly those of one module."""
 
     name: str
-    """The path of the module, `model` for the model itself."""
+    """Path of the module, `model` for the model itself."""
     modules: tuple[nn.Module, ...]
-    """Whose calls are watched."""
+    """Modules whose calls are recorded."""
     weights: tuple[nn.Parameter, ...]
     parameters: tuple[Parameter, ...]
     """Full names and shapes, in the order of `weights`."""
     rule: str
-    """By which it is captured; "module", "one by one" and "whole" make dense gradients of anything."""
+    """Name of the rule; "module", "one by one" and "whole" compute dense gradients of any
+    module."""
     also: tuple[str, ...] = ()
-    """The paths of further modules that hold the same weight."""
+    """Paths of further modules that hold the same weight."""
     axis: SampleAxis = "first"
-    """How the samples lie in the tensors that pass through the module."""
+    """Axis of the samples in the module's tensors."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The paths of all modules that hold the weight."""
+        """Paths of all modules that hold the weight."""
         return (self.name, *self.also)
 
     def is_a(self, kind: builtins.type) -> bool:
-        """Whether one of its modules is of that class."""
+        """Return True if one of its modules is of that class."""
         return any(isinstance(module, kind) for module in self.modules)
 
     @property
     def type(self) -> str:
-        """The class of the module."""
+        """Class name of the module."""
         return type(self.modules[0]).__name__
 
     @property
     def size(self) -> int:
-        """The number of parameter values."""
+        """Number of parameter values."""
         return sum(parameter.size for parameter in self.parameters)
 
 
 def units_of(model: nn.Module) -> list[LayerUnit]:
-    """All trainable parameters of a model, each in exactly one unit, in the model's order.
+    """Group all trainable parameters of a model into units, in the model's order.
 
-    A module with a rule and with parameters of its own is a unit. A weight that several modules
-    hold makes one unit of them. What no rule knows is captured as the dense gradient of the module
-    that holds it.
+    A module with a rule and its own parameters is a unit. Modules that share a weight form one unit. Parameters
+    without a rule are captured as the dense gradient of the module that holds them.
     """
     holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=True):
@@ -220,13 +240,13 @@ def _rule(
         return "tied" if _is_tied_head(modules, weights) else "whole"
     module = modules[0]
     if any(len(holders[weight]) > 1 for weight in weights):
-        return "whole"  # a second weight of the module is held elsewhere too
+        return "whole"  # another module holds a second weight of this one
     names = [name.rsplit(".", 1)[-1] for name in weights.values()]
     return rule_for(module, names) or "module"
 
 
 def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]) -> bool:
-    """An embedding and the linear layer that reads its table, with perhaps a bias."""
+    """Return True for an embedding and the linear layer that reads its table, optionally with a bias."""
     if len(modules) != 2 or len(weights) > 2:
         return False
     kinds = {is_embedding(module) for module in modules}
@@ -234,32 +254,32 @@ def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]
     return kinds == {True, False} and runs_as(head, nn.Linear)
 
 
-def watched(units: Sequence[LayerUnit]) -> list[nn.Module]:
-    """The modules whose calls have to be seen for these units, each once."""
-    found: dict[nn.Module, None] = {}
+def watched_modules(units: Sequence[LayerUnit]) -> list[nn.Module]:
+    """Return the modules whose calls must be recorded for these units, each once."""
+    modules: dict[nn.Module, None] = {}
     for unit in units:
         if unit.rule != "whole":
-            found.update(dict.fromkeys(unit.modules))
-    return list(found)
+            modules.update(dict.fromkeys(unit.modules))
+    return list(modules)
 
 
 def calls_by_module(calls: Iterable[LayerCall]) -> dict[nn.Module, list[LayerCall]]:
-    """The calls of each module, in order."""
-    found: dict[nn.Module, list[LayerCall]] = {}
+    """Group calls by module, in order."""
+    grouped: dict[nn.Module, list[LayerCall]] = {}
     for call in calls:
-        found.setdefault(call.module, []).append(call)
-    return found
+        grouped.setdefault(call.module, []).append(call)
+    return grouped
 
 
 def calls_of(unit: LayerUnit, calls: Mapping[nn.Module, Sequence[LayerCall]]) -> list[LayerCall]:
-    """The calls of a unit's modules."""
+    """Return the calls of a unit's modules."""
     return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
-def holder_that_ran(
+def find_called_parent(
     model: nn.Module, unit: LayerUnit, ran: set[nn.Module]
 ) -> tuple[str, nn.Module] | None:
-    """The nearest module around a unit that was called; torch calls some of its layers by weight."""
+    """Find the nearest called module around a unit; torch reads some weights without calling their module."""
     parts = [] if unit.name == ROOT and unit.modules[0] is model else unit.name.split(".")
     for length in range(len(parts) - 1, -1, -1):
         path = ".".join(parts[:length])
@@ -270,5 +290,5 @@ def holder_that_ran(
 
 
 def tensors(units: Sequence[LayerUnit]) -> list[torch.Tensor]:
-    """All weights of the units, in order."""
+    """Return all weights of the units, in order."""
     return [weight for unit in units for weight in unit.weights]

@@ -1,1 +1,1 @@
-"""What is asked of a model for every sample."""
+"""Tasks: what is measured of a model for every sample."""

@@ -1,4 +1,4 @@
-"""`python -m gradkeep.compat.metastore --config ./config.yaml --method ted ...`"""
+"""`python -m gradkeep.compat.metastore --config ./config.yaml --method ted ...`."""
 
 from __future__ import annotations
 

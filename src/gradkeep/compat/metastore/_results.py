@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._display import format_size
-from gradkeep.remat.simulator._picture import new_figure, save_figure
+from gradkeep.remat.simulator._plots import new_figure, save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,5 +1,4 @@
-"""TRAK under its own names: `from gradkeep.compat.trak import TRAKer` in place of `from trak import
-TRAKer`.
+"""TRAK under its own names: `from gradkeep.compat.trak import TRAKer` in place of `from trak import TRAKer`.
 
 What is computed and kept is done by gradkeep: factors and sketches in place of dense matrices, a
 store in place of memory maps.

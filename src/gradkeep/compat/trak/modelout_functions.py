@@ -69,7 +69,7 @@ class _Classification(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """1 - p `[B, 1]`"""
+        """1 - p `[B, 1]`."""
         *fields, labels = batch
         args, kwargs = self._call(fields)
         with torch.no_grad():
@@ -112,7 +112,7 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """1 - p `[B, 1]`"""
+        """1 - p `[B, 1]`."""
         *fields, labels = batch
         with torch.no_grad():
             return self._weights(model(*fields), labels)
@@ -169,7 +169,7 @@ class LanguageModelingModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """The mean of 1 - p `[B, 1]`"""
+        """The mean of 1 - p `[B, 1]`."""
         inputs, mask, labels = batch
         named = {"input_ids": inputs, "attention_mask": mask}
         with torch.no_grad():
@@ -249,7 +249,7 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Weights `[B, 1]`"""
+        """Weights `[B, 1]`."""
         image, text = batch
         with torch.no_grad():
             named = {"image": image, "text": text}
@@ -289,7 +289,7 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
 
 
 def _margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """log p / (1 - p) of the labels, over the last dimension."""
+    """Log p / (1 - p) of the labels, over the last dimension."""
     # Compared, not indexed: torch.func can run neither item() nor writes through it.
     own = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
     right = torch.where(own, logits, 0).sum(-1)

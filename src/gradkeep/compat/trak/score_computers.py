@@ -22,11 +22,11 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """X^T X `[k, k]`"""
+        """X^T X `[k, k]`."""
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Features X (X^T X)^-1 `[n, k]`"""
+        """Features X (X^T X)^-1 `[n, k]`."""
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
@@ -49,7 +49,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         self.lambda_reg = float(lambda_reg)
 
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """X^T X `[k, k]`, float64"""
+        """X^T X `[k, k]`, float64."""
         out = torch.zeros(grads.shape[1], grads.shape[1], dtype=torch.float64)
         for rows in torch.split(grads, self.CUDA_MAX_DIM_SIZE):
             wide = rows.double()
@@ -57,7 +57,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         return out
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """X A^-1 / mean|A^-1| `[n, k]`, float32"""
+        """X A^-1 / mean|A^-1| `[n, k]`, float32."""
         inverse = scaled_inverse(xtx, self.lambda_reg)
         parts = [
             (rows.double() @ inverse).float() for rows in torch.split(grads, self.CUDA_MAX_DIM_SIZE)

@@ -78,7 +78,7 @@ def get_free_memory(device: str | torch.device) -> int:
 def get_matrix_mult_standard(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype
 ) -> Tensor:
-    """features @ target_grads^T in one product, computed in 32 bits at least."""
+    """Features @ target_grads^T in one product, computed in 32 bits at least."""
     wide = torch.promote_types(features.dtype, torch.float32)
     return (features.to(wide) @ target_grads.to(wide).T).to(target_dtype)
 
@@ -105,7 +105,7 @@ def get_matrix_mult(
     batch_size: int = 8096,
     use_blockwise: bool = False,
 ) -> Tensor:
-    """features @ target_grads^T, by blocks if asked for, or if the answer fits no CUDA device."""
+    """Features @ target_grads^T, by blocks if asked for, or if the answer fits no CUDA device."""
     dtype = features.dtype if target_dtype is None else target_dtype
     large = features.is_cuda and get_output_memory(
         features, target_grads, dtype

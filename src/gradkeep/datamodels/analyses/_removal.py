@@ -1,4 +1,4 @@
-"""What would happen without some training examples: predicted, and checked by retraining."""
+"""Effects of removing training examples: predicted, and verified by retraining."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counterfactual:
-    """Predicted outputs `[t]` of a training set, of the same without `removed`, and the change."""
+    """Predicted outputs with and without some training examples.
+
+    Attributes:
+        removed: Ids of the removed examples.
+        before: Predicted outputs `[t]` of the whole training set.
+        after: Predicted outputs `[t]` without them.
+        change: `after - before`, `[t]`.
+    """
 
     removed: AnyArray
     before: AnyArray
@@ -30,37 +37,51 @@ class Counterfactual:
 
 
 @checked(DatamodelsError)
-def counterfactual(found: Datamodels, removed: Any, *, base: Any = None) -> Counterfactual:
-    """The predicted outputs after leaving out some examples of a training set (all, or `base [n]`).
+def counterfactual(fitted: Datamodels, removed: Any, *, base: Any = None) -> Counterfactual:
+    """Predict the outputs after removing some training examples.
 
-    The change is minus the sum of the removed weights. Datamodels were fitted on subsets of a
-    certain size: changes extrapolate to a full set better than outputs do.
+    The change is minus the sum of the removed weights. Datamodels are fitted on subsets of a certain size: changes
+    extrapolate to a full set better than outputs do.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(400, 20, 3)
-    >>> found = fit(data.masks, data.outputs)
-    >>> told = counterfactual(found, [4, 7])
-    >>> bool(np.allclose(told.change, -found.weights[[4, 7]].sum(0)))
-    True
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        removed: Ids of the examples, or a boolean mask `[n]`.
+        base: Mask `[n]` of the training set that rows are removed from; all rows by default.
+
+    Returns:
+        The predicted outputs before and after, and the change.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(400, 20, 3)
+        >>> fitted = fit(data.masks, data.outputs)
+        >>> result = counterfactual(fitted, [4, 7])
+        >>> bool(np.allclose(result.change, -fitted.weights[[4, 7]].sum(0)))
+        True
     """
-    n = len(found.weights)
+    n = len(fitted.weights)
     whole = checked_base(base, n)
     gone = checked_ids("examples", removed, n)
     gone = gone[whole[gone]]
-    weights = found.weights.astype(np.float64)
-    before = weights[whole].sum(axis=0) + found.bias
+    weights = fitted.weights.astype(np.float64)
+    before = weights[whole].sum(axis=0) + fitted.bias
     change = -weights[gone].sum(axis=0)
     return Counterfactual(gone, before, before + change, change)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRemovals:
-    """Predicted and measured changes `[removals, t]`, the standard error of the measured ones (NaN
-    for a single training), and the correlation of both over removals and targets.
+    """Predicted and measured effects of removals.
 
-    Weights that were chosen for being large are large by chance too, so that changes fall short of
-    what is predicted: `shrinkage` is what is left of it. The `control` are measured changes without
-    random sets of the same sizes.
+    Weights that were selected for being large are partly large by chance, so measured changes fall short of predicted ones.
+
+    Attributes:
+        predicted: Predicted changes `[removals, t]`.
+        measured: Measured changes `[removals, t]`.
+        standard_error: Standard error of the measured changes; NaN for a single training.
+        correlation: Correlation of both over removals and targets.
+        shrinkage: Slope of measured on predicted changes through zero; 1 if predictions hold.
+        control: Measured changes without random sets of the same sizes `[removals, t]`, or None.
     """
 
     predicted: AnyArray
@@ -80,8 +101,8 @@ class VerifiedRemovals:
             numbers = [self.predicted[removal, target], self.measured[removal, target]]
             if self.control is not None:
                 numbers.append(self.control[removal, target])
-            told = "".join(f"{number:>11.4f}" for number in numbers)
-            lines.append(f"{removal:>7}{target:>8}{told}")
+            cells = "".join(f"{number:>11.4f}" for number in numbers)
+            lines.append(f"{removal:>7}{target:>8}{cells}")
         lines.append(
             f"correlation {self.correlation:.3f}, {self.shrinkage:.0%} of what was predicted"
         )
@@ -90,7 +111,7 @@ class VerifiedRemovals:
 
 @checked(DatamodelsError)
 def verify_removals(
-    found: Datamodels,
+    fitted: Datamodels,
     removals: Sequence[Any],
     retrain: Callable[[AnyArray, int], Any],
     *,
@@ -99,25 +120,36 @@ def verify_removals(
     control: bool = False,
     seed: int = 0,
 ) -> VerifiedRemovals:
-    """Train with and without each set of examples, and compare with what was predicted.
+    """Train with and without each set of examples and compare with the predictions.
 
-    `retrain(mask [n], seed)` returns the outputs `[t]` of a model trained on a mask. The same
-    `repeats` seeds train every set, so that part of the noise cancels. `control` also leaves out a
-    random set of each size, drawn with `seed`. Costs (removals + 1) x repeats trainings, with the control
-    as many removals again. Warns if less than half of what was predicted happens.
+    The same `repeats` seeds train every set, so that part of the noise cancels. Costs (removals + 1) x repeats trainings, and as many
+    removals again for the control. Warns if less than half of the predicted change happens.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(400, 20, 3)
-    >>> found = fit(data.masks, data.outputs)
-    >>> real = lambda mask, seed: mask @ data.weights + data.bias
-    >>> verify_removals(found, [[0, 1], [2, 3, 4], [5]], real).correlation > 0.9
-    True
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        removals: Sets of example ids.
+        retrain: Function of a mask `[n]` and a seed that returns the outputs `[t]` of a trained model.
+        base: Mask `[n]` of the training set that rows are removed from; all rows by default.
+        repeats: Trainings per set.
+        control: Also remove a random set of each size.
+        seed: Seed of the random sets.
+
+    Returns:
+        Predicted and measured changes.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(400, 20, 3)
+        >>> fitted = fit(data.masks, data.outputs)
+        >>> real = lambda mask, seed: mask @ data.weights + data.bias
+        >>> verify_removals(fitted, [[0, 1], [2, 3, 4], [5]], real).correlation > 0.9
+        True
     """
     if repeats < 1 or len(removals) == 0:
         raise DatamodelsError("verification needs a removal and a repeat or more")
-    n, targets = found.weights.shape
+    n, targets = fitted.weights.shape
     whole = checked_base(base, n)
-    told = [counterfactual(found, removed, base=whole) for removed in removals]
+    predictions = [counterfactual(fitted, removed, base=whole) for removed in removals]
     before = [_outputs(retrain(whole.copy(), number), targets) for number in range(repeats)]
 
     def changes_without(sets: Sequence[AnyArray]) -> AnyArray:
@@ -130,11 +162,11 @@ def verify_removals(
                 changes[index, number] = outputs - before[number]
         return changes
 
-    changes = changes_without([one.removed for one in told])
-    predicted, measured = np.stack([one.change for one in told]), changes.mean(axis=1)
+    changes = changes_without([one.removed for one in predictions])
+    predicted, measured = np.stack([one.change for one in predictions]), changes.mean(axis=1)
     beside = None
     if control:
-        drawn = control_sets([one.removed for one in told], whole, seed=seed)
+        drawn = control_sets([one.removed for one in predictions], whole, seed=seed)
         beside = changes_without(drawn).mean(axis=1)
     error = np.full_like(measured, np.nan)
     if repeats > 1:
@@ -156,7 +188,7 @@ def verify_removals(
 
 
 def control_sets(removals: Sequence[AnyArray], base: AnyArray, *, seed: int) -> list[AnyArray]:
-    """A random set of each removal's size, of the examples of `base [n]`."""
+    """Draw a random set of each removal's size from `base [n]`."""
     rng = np.random.default_rng(seed)
     inside = np.flatnonzero(base)
     return [np.sort(rng.choice(inside, len(removed), replace=False)) for removed in removals]
@@ -175,9 +207,14 @@ def _outputs(returned: Any, targets: int) -> AnyArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataSupport:
-    """Per target the fewest examples whose removal is predicted to bring its output to the threshold
-    or below: their number `[t]` (0 if it is there already, -1 if no removal does it), their ids, and
-    the predicted outputs before and after `[t]`."""
+    """Smallest predicted removal that brings each output to the threshold.
+
+    Attributes:
+        size: Number of removed examples `[t]`; 0 if the output is there already, -1 if no removal does it.
+        removed: Their ids, per target.
+        before: Predicted outputs `[t]` before.
+        after: Predicted outputs `[t]` after.
+    """
 
     size: AnyArray
     removed: tuple[AnyArray, ...]
@@ -186,31 +223,40 @@ class DataSupport:
 
 
 @checked(DatamodelsError)
-def data_support(found: Datamodels, *, threshold: float = 0.0, base: Any = None) -> DataSupport:
-    """The smallest removal that is predicted to flip each target: how brittle its output is.
+def data_support(fitted: Datamodels, *, threshold: float = 0.0, base: Any = None) -> DataSupport:
+    """Find the smallest removal that is predicted to flip each target.
 
-    With margins and threshold 0 a flip is a wrong class. For a linear model taking the most
-    positive weights first is the smallest removal there is. Costs n log n per target.
+    With margins and a threshold of 0, a flip is a wrong class. For a linear model, removing the most positive weights first is optimal. Costs
+    n log n per target.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(400, 20, 3)
-    >>> found = fit(data.masks, data.outputs + 5)
-    >>> told = data_support(found, threshold=float(data.outputs.mean()))
-    >>> bool((told.after[told.size > 0] <= told.before[told.size > 0]).all())
-    True
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        threshold: Output at or below which a target counts as flipped.
+        base: Mask `[n]` of the training set that rows are removed from; all rows by default.
+
+    Returns:
+        Sizes, ids and predicted outputs.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(400, 20, 3)
+        >>> fitted = fit(data.masks, data.outputs + 5)
+        >>> result = data_support(fitted, threshold=float(data.outputs.mean()))
+        >>> bool((result.after[result.size > 0] <= result.before[result.size > 0]).all())
+        True
     """
-    whole = checked_base(base, len(found.weights))
+    whole = checked_base(base, len(fitted.weights))
     inside = np.flatnonzero(whole)
-    weights = found.weights[inside].astype(np.float64)
-    before = weights.sum(axis=0) + found.bias
+    weights = fitted.weights[inside].astype(np.float64)
+    before = weights.sum(axis=0) + fitted.bias
     sizes, removed, after = [], [], []
     for target, start in enumerate(before):
         order = np.argsort(-weights[:, target], kind="stable")
         order = order[weights[order, target] > 0]
-        left = start - np.cumsum(np.concatenate([[0.0], weights[order, target]]))
-        flipped = np.flatnonzero(left <= threshold)
+        remaining = start - np.cumsum(np.concatenate([[0.0], weights[order, target]]))
+        flipped = np.flatnonzero(remaining <= threshold)
         size = int(flipped[0]) if len(flipped) else -1
         sizes.append(size)
         removed.append(inside[order[: max(size, 0)]])
-        after.append(left[size] if size >= 0 else left[-1])
+        after.append(remaining[size] if size >= 0 else remaining[-1])
     return DataSupport(np.array(sizes), tuple(removed), before, np.array(after))

@@ -19,50 +19,73 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 
 
-def unit_rows(found: Datamodels) -> AnyArray:
-    """The targets' weights as rows of length 1, float64 `[t, n]`; a target without any stays 0."""
-    rows: AnyArray = found.weights.T.astype(np.float64)
+def unit_rows(fitted: Datamodels) -> AnyArray:
+    """Return the targets' weights scaled to length 1, float64 `[t, n]`; zero rows stay zero."""
+    rows: AnyArray = fitted.weights.T.astype(np.float64)
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(np.divide(rows, length, out=np.zeros_like(rows), where=length > 0))
 
 
 @checked(DatamodelsError)
-def similarity(found: Datamodels, other: Datamodels | None = None) -> AnyArray:
-    """The cosine of the weights of all pairs of targets, `[t, t']`; 0 for a target without weights.
+def similarity(fitted: Datamodels, other: Datamodels | None = None) -> AnyArray:
+    """Compute the cosine similarity of the weights of all pairs of targets.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(300, 20, 3)
-    >>> similarity(fit(data.masks, data.outputs)).diagonal().round(6).tolist()
-    [1.0, 1.0, 1.0]
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        other: Other datamodels of the same examples; the same by default.
+
+    Returns:
+        Cosines `[t, t']`; 0 for a target without weights.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(300, 20, 3)
+        >>> similarity(fit(data.masks, data.outputs)).diagonal().round(6).tolist()
+        [1.0, 1.0, 1.0]
     """
-    if other is not None and len(other.weights) != len(found.weights):
+    if other is not None and len(other.weights) != len(fitted.weights):
         raise DatamodelsError(
             "the fits are of different training sets",
-            found=f"{len(found.weights)} and {len(other.weights)} examples",
+            found=f"{len(fitted.weights)} and {len(other.weights)} examples",
         )
-    rows = unit_rows(found)
+    rows = unit_rows(fitted)
     return rows @ (rows if other is None else unit_rows(other)).T
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Neighbours:
-    """Per target the nearest others, nearest first, and their cosines, both `[t, count]`."""
+class Neighbors:
+    """Nearest targets of each target.
+
+    Attributes:
+        ids: Targets `[t, count]`, nearest first.
+        cosine: Their cosines `[t, count]`.
+    """
 
     ids: AnyArray
     cosine: AnyArray
 
 
 @checked(DatamodelsError)
-def neighbours(found: Datamodels, count: int = 10) -> Neighbours:
-    """The targets with the most similar datamodels, in blocks: t^2 n operations, little memory.
+def neighbors(fitted: Datamodels, count: int = 10) -> Neighbors:
+    """Find the targets with the most similar datamodels.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(300, 20, 5)
-    >>> neighbours(fit(data.masks, data.outputs), 2).ids.shape
-    (5, 2)
+    Costs t^2 n operations, in blocks.
+
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        count: Neighbors per target.
+
+    Returns:
+        Ids and cosines `[t, count]`.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(300, 20, 5)
+        >>> neighbors(fit(data.masks, data.outputs), 2).ids.shape
+        (5, 2)
     """
     _arguments.count("count", count, error=DatamodelsError, least=1)
-    rows = unit_rows(found)
+    rows = unit_rows(fitted)
     count = min(count, len(rows) - 1)
     ids = np.empty((len(rows), count), np.int64)
     cosine = np.empty((len(rows), count))
@@ -73,12 +96,18 @@ def neighbours(found: Datamodels, count: int = 10) -> Neighbours:
         order = np.argsort(-part, axis=1, kind="stable")[:, :count]
         ids[start : start + _BLOCK] = order
         cosine[start : start + _BLOCK] = np.take_along_axis(part, order, axis=1)
-    return Neighbours(ids, cosine)
+    return Neighbors(ids, cosine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPairs:
-    """Pairs that stand out, the most striking first: `first`, `second` and `strength`, all `[k]`."""
+    """Pairs, strongest first.
+
+    Attributes:
+        first: First members `[k]`.
+        second: Second members `[k]`.
+        strength: Strengths `[k]`.
+    """
 
     first: AnyArray
     second: AnyArray
@@ -89,19 +118,27 @@ class RankedPairs:
 
 
 @checked(DatamodelsError)
-def near_duplicates(found: Datamodels, *, threshold: float = 0.8) -> RankedPairs:
-    """Pairs of targets whose datamodels have a cosine of `threshold` or more.
+def near_duplicates(fitted: Datamodels, *, threshold: float = 0.8) -> RankedPairs:
+    """Find pairs of targets whose datamodels are nearly equal.
 
     Two copies of an image depend on the same training examples, however their pixels differ.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(400, 20, 3)
-    >>> twice = np.concatenate([data.outputs, data.outputs[:, :1] + 1], axis=1)
-    >>> pairs = near_duplicates(fit(data.masks, twice), threshold=0.99)
-    >>> (0, 3) in zip(pairs.first.tolist(), pairs.second.tolist())
-    True
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        threshold: Minimum cosine.
+
+    Returns:
+        Pairs of targets with their cosines.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(400, 20, 3)
+        >>> twice = np.concatenate([data.outputs, data.outputs[:, :1] + 1], axis=1)
+        >>> pairs = near_duplicates(fit(data.masks, twice), threshold=0.99)
+        >>> (0, 3) in zip(pairs.first.tolist(), pairs.second.tolist())
+        True
     """
-    rows = unit_rows(found)
+    rows = unit_rows(fitted)
     first, second, cosine = [], [], []
     for start in range(0, len(rows), _BLOCK):
         part = rows[start : start + _BLOCK] @ rows.T
@@ -113,22 +150,28 @@ def near_duplicates(found: Datamodels, *, threshold: float = 0.8) -> RankedPairs
 
 
 @checked(DatamodelsError)
-def leakage(found: Datamodels, *, threshold: float = 8.0) -> RankedPairs:
-    """Targets with a training example whose weight stands out from all others: `first` is the target,
-    `second` the example, `strength` the weight in robust standard deviations of that target's.
+def leakage(fitted: Datamodels, *, threshold: float = 8.0) -> RankedPairs:
+    """Find targets with a training example whose weight stands out from all others.
 
-    A test image that is also in the training set has one such weight. The deviation is that of the
-    weights which are not 0, so that a sparse fit is no alarm by itself.
+    A test image that is also in the training set has such a weight. The deviation is computed from nonzero weights, so a sparse fit is not an alarm.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(600, 40, 3, large=0, tail=0.05)
-    >>> copied = data.outputs + 4.0 * data.masks[:, [7]] * np.array([0, 1, 0])
-    >>> pairs = leakage(fit(data.masks, copied, penalty="ridge"))
-    >>> pairs.first.tolist(), pairs.second.tolist()
-    ([1], [7])
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        threshold: Minimum weight in robust standard deviations of the target's weights.
+
+    Returns:
+        Pairs of a target (`first`) and an example (`second`), with the weight in robust standard deviations.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(600, 40, 3, large=0, tail=0.05)
+        >>> copied = data.outputs + 4.0 * data.masks[:, [7]] * np.array([0, 1, 0])
+        >>> pairs = leakage(fit(data.masks, copied, penalty="ridge"))
+        >>> pairs.first.tolist(), pairs.second.tolist()
+        ([1], [7])
     """
     first, second, strength = [], [], []
-    for target, weights in enumerate(found.weights.T.astype(np.float64)):
+    for target, weights in enumerate(fitted.weights.T.astype(np.float64)):
         there = np.flatnonzero(weights)
         # Fewer weights than this have no usual size to stand out from.
         if len(there) < 5:
@@ -154,10 +197,14 @@ def _ordered(first: AnyArray, second: AnyArray, strength: AnyArray) -> RankedPai
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Components:
-    """Principal components of the targets' datamodels, the strongest first.
+    """Principal components of the targets' datamodels, strongest first.
 
-    `share [k]` of the variance, `targets [t, k]` and `examples [n, k]` along each, and per component
-    the targets at its ends: `highest`, `lowest` `[k, extremes]`.
+    Attributes:
+        share: Shares of the variance `[k]`.
+        targets: Targets along each component `[t, k]`.
+        examples: Examples along each component `[n, k]`.
+        highest: Targets at the positive end `[k, extremes]`.
+        lowest: Targets at the negative end `[k, extremes]`.
     """
 
     share: AnyArray
@@ -168,29 +215,38 @@ class Components:
 
 
 @checked(DatamodelsError)
-def components(found: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
-    """PCA of the targets' weights, each scaled to length 1, by a singular value decomposition.
+def components(fitted: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
+    """Compute principal components of the targets' weights, each scaled to length 1.
 
-    The sign of a component is such that its largest example is positive. Costs t n min(t, n).
+    The sign of a component makes its largest example positive. Costs t n min(t, n).
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(300, 20, 6)
-    >>> components(fit(data.masks, data.outputs), 3, extremes=2).highest.shape
-    (3, 2)
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        count: Number of components.
+        extremes: Targets to list at each end.
+
+    Returns:
+        The components.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(300, 20, 6)
+        >>> components(fit(data.masks, data.outputs), 3, extremes=2).highest.shape
+        (3, 2)
     """
-    return principal(unit_rows(found), count, extremes)
+    return principal(unit_rows(fitted), count, extremes)
 
 
 def principal(rows: AnyArray, count: int, extremes: int) -> Components:
-    """The components of any rows `[t, n]`."""
+    """Compute the principal components of any rows `[t, n]`."""
     _arguments.count("count", count, error=DatamodelsError, least=1)
     _arguments.count("extremes", extremes, error=DatamodelsError)
     centred = rows - rows.mean(axis=0)
-    left, strength, right = np.linalg.svd(centred, full_matrices=False)
+    target_vectors, strength, example_vectors = np.linalg.svd(centred, full_matrices=False)
     count = min(count, len(strength))
-    largest = np.abs(right[:count]).argmax(axis=1)
-    sign = np.where(right[np.arange(count), largest] < 0, -1.0, 1.0)
-    targets = left[:, :count] * strength[:count] * sign
+    largest = np.abs(example_vectors[:count]).argmax(axis=1)
+    sign = np.where(example_vectors[np.arange(count), largest] < 0, -1.0, 1.0)
+    targets = target_vectors[:, :count] * strength[:count] * sign
     power = strength**2
     total = power.sum()
     order = np.argsort(-targets, axis=0, kind="stable").T
@@ -198,7 +254,7 @@ def principal(rows: AnyArray, count: int, extremes: int) -> Components:
     return Components(
         power[:count] / total if total > 0 else np.zeros(count),
         targets,
-        (right[:count] * sign[:, None]).T,
+        (example_vectors[:count] * sign[:, None]).T,
         order[:, :extremes],
         order[:, ::-1][:, :extremes],
     )
@@ -206,8 +262,13 @@ def principal(rows: AnyArray, count: int, extremes: int) -> Components:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """The group of each target `[t]`, numbered from the largest, their sizes `[k]`, and the smallest
-    eigenvalues of the graph `[k + 1]`: a leap after the k-th says that k groups are natural."""
+    """Clusters of targets, numbered by size.
+
+    Attributes:
+        labels: Cluster of each target `[t]`.
+        sizes: Sizes `[k]`.
+        eigenvalues: Smallest eigenvalues of the graph Laplacian `[k + 1]`; a jump after the k-th suggests k clusters.
+    """
 
     labels: AnyArray
     sizes: AnyArray
@@ -215,21 +276,30 @@ class Clusters:
 
 
 @checked(DatamodelsError)
-def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
-    """Spectral clusters of the targets: k-means on the eigenvectors of a graph of nearest neighbours.
+def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
+    """Cluster the targets spectrally: k-means on the eigenvectors of a nearest-neighbor graph.
 
-    The graph joins each target with its `near` most similar ones, by their cosine. Costs t^2 n and
-    t^3.
+    Costs t^2 n and t^3.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(300, 20, 2)
-    >>> like = data.outputs[:, [0, 1, 0, 1, 0]] + np.arange(5)
-    >>> clusters(fit(data.masks, like), 2).labels.tolist()
-    [0, 1, 0, 1, 0]
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        count: Number of clusters.
+        near: Neighbors that each target is joined with, by cosine.
+        seed: Seed of k-means.
+
+    Returns:
+        Labels, sizes and eigenvalues.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(300, 20, 2)
+        >>> like = data.outputs[:, [0, 1, 0, 1, 0]] + np.arange(5)
+        >>> clusters(fit(data.masks, like), 2).labels.tolist()
+        [0, 1, 0, 1, 0]
     """
     _arguments.count("near", near, error=DatamodelsError, least=1)
     _arguments.count("seed", seed, error=DatamodelsError)
-    rows = unit_rows(found)
+    rows = unit_rows(fitted)
     t = len(rows)
     if not 1 <= count <= t:
         raise DatamodelsError(
@@ -253,7 +323,7 @@ def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) ->
 
 
 def _k_means(places: AnyArray, count: int, rng: np.random.Generator) -> AnyArray:
-    """The best of several k-means from well-spread starts, `[t]`."""
+    """Return the labels `[t]` of the best of ten k-means++ runs."""
     best, least = np.zeros(len(places), np.int64), np.inf
     for _ in range(10):
         centres = places[[int(rng.integers(len(places)))]]
@@ -277,7 +347,7 @@ def _k_means(places: AnyArray, count: int, rng: np.random.Generator) -> AnyArray
 
 
 def _by_size(labels: AnyArray, count: int) -> AnyArray:
-    """The same groups, the largest first; equal ones in the order of their first targets."""
+    """Renumber clusters by size; equal sizes by their first target."""
     sizes = np.bincount(labels, minlength=count)
     first = [
         int((labels == group).argmax()) if sizes[group] else len(labels) for group in range(count)
@@ -290,8 +360,13 @@ def _by_size(labels: AnyArray, count: int) -> AnyArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Per target the cosine of both datamodels `[t]`, and the components of what the first has that
-    the second has not, and the other way round."""
+    """Comparison of two classes of models.
+
+    Attributes:
+        agreement: Cosine of both datamodels of each target `[t]`.
+        only_first: Components of what only the first class uses.
+        only_second: Components of what only the second class uses.
+    """
 
     agreement: AnyArray
     only_first: Components
@@ -304,15 +379,24 @@ def compare(
 ) -> Comparison:
     """Compare two classes of models by their datamodels of the same targets (ModelDiff).
 
-    From each target's weights under one class the part along its weights under the other is taken
-    away; the principal components of what remains are training directions that matter to one
-    class only. Costs t n min(t, n).
+    From each target's weights under one class, the part along its weights under the other is removed. The principal components of the remainder
+    are training directions that matter to one class only. Costs t n min(t, n).
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(300, 20, 4)
-    >>> found = fit(data.masks, data.outputs)
-    >>> compare(found, found).agreement.round(6).tolist()
-    [1.0, 1.0, 1.0, 1.0]
+    Args:
+        first: Datamodels of the first class.
+        second: Datamodels of the second class.
+        count: Components per class.
+        extremes: Targets to list at each end.
+
+    Returns:
+        Agreement and components.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(300, 20, 4)
+        >>> fitted = fit(data.masks, data.outputs)
+        >>> compare(fitted, fitted).agreement.round(6).tolist()
+        [1.0, 1.0, 1.0, 1.0]
     """
     if first.weights.shape != second.weights.shape:
         raise DatamodelsError(

@@ -1,4 +1,4 @@
-"""What training examples are worth, straight from the models with and without them."""
+"""Data values and memorization from models with and without each example."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _ROWS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataValues:
-    """The value of each training example to each utility, `[n, t]`.
+    """Values of training examples.
 
-    `covered [n]` is the part of the subset sizes 0 .. n - 1 at which both kinds of models were seen
-    (1 for Banzhaf values, which weigh all subsets alike); NaN values where none was.
+    Attributes:
+        value: Value of each example for each utility `[n, t]`; NaN where unknown.
+        covered: Share of the subset sizes 0 .. n - 1 with models of both kinds `[n]`; 1 for Banzhaf values.
+        kind: `"banzhaf"` or `"shapley"`.
     """
 
     value: AnyArray
@@ -35,19 +37,26 @@ class DataValues:
 def values(
     masks: Any, utility: Any, *, kind: Literal["banzhaf", "shapley"] = "banzhaf"
 ) -> DataValues:
-    """Data Banzhaf or Shapley values of n examples, from utilities `[m]` or `[m, t]` of models.
+    """Compute data Banzhaf or Shapley values from the utilities of models.
 
-    Banzhaf: E[u | i in] - E[u | i out] over subsets drawn with probability 1/2 (maximum sample
-    reuse: every model informs every example). Shapley: the mean over sizes s of
-    E[u | i in, size s + 1] - E[u | i out, size s], over the sizes that the models have; masks of one
-    alpha have sizes near alpha n only, which `covered` tells: draw alpha at random for more.
-    Costs m n t.
+    Banzhaf: E[u | i in] - E[u | i out] over subsets drawn with probability 1/2 (maximum sample reuse). Shapley: the mean over sizes s of
+    E[u | i in, size s + 1] - E[u | i out, size s], over the sizes that the models have. Masks of one alpha have sizes near alpha n only, which `covered`
+    reports: draw alpha at random for more. Costs m n t.
 
-    >>> masks = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])
-    >>> values(masks, [0.0, 1.0, 2.0, 5.0]).value[:, 0].tolist()
-    [3.0, 2.0]
-    >>> values(masks, [0.0, 1.0, 2.0, 5.0], kind="shapley").value[:, 0].tolist()
-    [3.0, 2.0]
+    Args:
+        masks: Training subsets `[m, n]`.
+        utility: Utilities `[m]` or `[m, t]`.
+        kind: `"banzhaf"` or `"shapley"`.
+
+    Returns:
+        Values `[n, t]` and coverage.
+
+    Example:
+        >>> masks = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])
+        >>> values(masks, [0.0, 1.0, 2.0, 5.0]).value[:, 0].tolist()
+        [3.0, 2.0]
+        >>> values(masks, [0.0, 1.0, 2.0, 5.0], kind="shapley").value[:, 0].tolist()
+        [3.0, 2.0]
     """
     packed = Masks.of(masks)
     u = checked_outputs(packed, utility).astype(np.float64)
@@ -70,15 +79,15 @@ def values(
 def _difference(
     masks: Masks, u: AnyArray, with_it: AnyArray, without: AnyArray
 ) -> tuple[AnyArray, AnyArray]:
-    """E[u | i in] over some models minus E[u | i out] over others, and where both exist."""
+    """Return E[u | i in] over some models minus E[u | i out] over others, and where both exist."""
     centre = u.mean(axis=0)
     n = masks.num_examples
     sums = []
-    for rows, wanted in ((with_it, 1), (without, 0)):
+    for rows, member in ((with_it, 1), (without, 0)):
         count, total = np.zeros(n), np.zeros((n, u.shape[1]))
         for start in range(0, len(rows), _ROWS):
             part = rows[start : start + _ROWS]
-            inside = (masks[part].dense(0, len(part)) == wanted).astype(np.float64)
+            inside = (masks[part].dense(0, len(part)) == member).astype(np.float64)
             count += inside.sum(axis=0)
             total += inside.T @ (u[part] - centre)
         sums.append((count, total))
@@ -90,11 +99,16 @@ def _difference(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memorisation:
-    """Per training example, `[n]`: its mean output over models that saw it, over models that did not,
-    the difference with its standard error, and its rank among label `suspects` (ids, the most
-    suspect first: the lowest output of models that did not see it). NaN where all models or none
-    saw an example."""
+class Memorization:
+    """Memorization of training examples; NaN where all models or none trained on an example.
+
+    Attributes:
+        seen: Mean output over models that trained on the example `[n]`.
+        unseen: Mean output over models that did not `[n]`.
+        value: Their difference `[n]`.
+        standard_error: Its standard error `[n]`.
+        suspects: Ids by suspicion of a wrong label: the lowest unseen output first.
+    """
 
     seen: AnyArray
     unseen: AnyArray
@@ -104,25 +118,31 @@ class Memorisation:
 
 
 @checked(DatamodelsError)
-def memorisation(masks: Any, outputs: Any) -> Memorisation:
-    """How much of its own output each training example owes to itself (Feldman and Zhang).
+def memorization(masks: Any, outputs: Any) -> Memorization:
+    """Estimate how much of its own output each training example owes to itself (Feldman and Zhang).
 
-    `outputs [m, n]` are those of the training examples themselves, the larger the better (margins,
-    or the probability of the label). A label that models without the example reject is suspect:
-    out-of-sample outputs find wrong labels as well as anything known. Costs m n.
+    A label that models without the example reject is suspicious. Costs m n.
 
-    >>> masks = np.random.default_rng(0).random((400, 3)) < 0.5
-    >>> outputs = np.where(masks, [1.0, 1.0, 1.0], [0.9, -2.0, 0.8])
-    >>> told = memorisation(masks, outputs)
-    >>> told.value.round(1).tolist(), int(told.suspects[0])
-    ([0.1, 3.0, 0.2], 1)
+    Args:
+        masks: Training subsets `[m, n]`.
+        outputs: Outputs `[m, n]` for the training examples themselves; larger is better (margins, or the label's probability).
+
+    Returns:
+        Means, differences and suspects.
+
+    Example:
+        >>> masks = np.random.default_rng(0).random((400, 3)) < 0.5
+        >>> outputs = np.where(masks, [1.0, 1.0, 1.0], [0.9, -2.0, 0.8])
+        >>> result = memorization(masks, outputs)
+        >>> result.value.round(1).tolist(), int(result.suspects[0])
+        ([0.1, 3.0, 0.2], 1)
     """
     packed = Masks.of(masks)
     y = checked_outputs(packed, outputs)
     n = packed.num_examples
     if y.shape[1] != n:
         raise DatamodelsError(
-            "memorisation needs the outputs of the training examples themselves",
+            "memorization needs the outputs of the training examples themselves",
             found=f"{y.shape[1]} targets",
             expected=f"{n}, one per training example and in their order",
         )
@@ -131,11 +151,15 @@ def memorisation(masks: Any, outputs: Any) -> Memorisation:
     for start, rows in packed.blocks(_ROWS):
         values = y[start : start + len(rows)].astype(np.float64) - centre
         for which, inside in enumerate((rows == 1, rows == 0)):
-            kept = np.where(inside, values, 0.0)
-            sums[which] += inside.sum(axis=0), kept.sum(axis=0), (kept * kept).sum(axis=0)
+            selected = np.where(inside, values, 0.0)
+            sums[which] += (
+                inside.sum(axis=0),
+                selected.sum(axis=0),
+                (selected * selected).sum(axis=0),
+            )
     means, errors = zip(*(_mean_and_error(*part) for part in sums), strict=True)
     unseen = means[1] + centre
-    return Memorisation(
+    return Memorization(
         means[0] + centre,
         unseen,
         means[0] - means[1],
@@ -147,7 +171,7 @@ def memorisation(masks: Any, outputs: Any) -> Memorisation:
 def _mean_and_error(
     count: AnyArray, total: AnyArray, squares: AnyArray
 ) -> tuple[AnyArray, AnyArray]:
-    """The mean and the square of its standard error; NaN where nothing was counted."""
+    """Return the mean and its squared standard error; NaN where the count is 0."""
     nothing = np.full_like(total, np.nan)
     mean = np.divide(total, count, out=nothing.copy(), where=count > 0)
     spread = np.maximum(squares - count * mean * mean, 0)

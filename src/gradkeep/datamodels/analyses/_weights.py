@@ -1,4 +1,4 @@
-"""Which training examples, and which groups of them, matter most to each target."""
+"""Strongest examples and groups of each target, and learning curves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopExamples:
-    """Per target the examples that raise its output most and lower it most, `[t, count]`; an id of
-    -1 and a weight of NaN where a target has fewer."""
+    """Strongest training examples of each target; id -1 and weight NaN where a target has fewer.
+
+    Attributes:
+        targets: Targets `[t]`.
+        positive: Ids of the most positive examples `[t, count]`.
+        positive_weights: Their weights `[t, count]`.
+        negative: Ids of the most negative examples `[t, count]`.
+        negative_weights: Their weights `[t, count]`.
+    """
 
     targets: AnyArray
     positive: AnyArray
@@ -36,20 +43,29 @@ class TopExamples:
 
 
 @checked(DatamodelsError)
-def top(found: Datamodels, count: int = 10, *, targets: Any = None) -> TopExamples:
-    """The `count` most positive and most negative training examples of each target.
+def top(fitted: Datamodels, count: int = 10, *, targets: Any = None) -> TopExamples:
+    """Find the most positive and most negative training examples of each target.
 
     Equal weights are ordered by id. Costs n log n per target.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(500, 20, 2)
-    >>> found = top(fit(data.masks, data.outputs), 3)
-    >>> found.positive.shape, bool(found.positive[1, 0] == data.weights[:, 1].argmax())
-    ((2, 3), True)
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        count: Examples per target and sign.
+        targets: Ids of targets; all by default.
+
+    Returns:
+        Ids and weights `[t, count]`.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(500, 20, 2)
+        >>> fitted = top(fit(data.masks, data.outputs), 3)
+        >>> fitted.positive.shape, bool(fitted.positive[1, 0] == data.weights[:, 1].argmax())
+        ((2, 3), True)
     """
-    n, t = found.weights.shape
+    n, t = fitted.weights.shape
     chosen = np.arange(t) if targets is None else checked_ids("targets", targets, t)
-    weights = found.weights[:, chosen].T.astype(np.float64)
+    weights = fitted.weights[:, chosen].T.astype(np.float64)
     count = min(_arguments.count("count", count, error=DatamodelsError, least=1), n)
     return TopExamples(chosen, *_first(weights, count), *_negated(_first(-weights, count)))
 
@@ -61,17 +77,21 @@ def _first(weights: AnyArray, count: int) -> tuple[AnyArray, AnyArray]:
     return np.where(there, order, -1), np.where(there, values, np.nan)
 
 
-def _negated(found: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
-    return found[0], -found[1]
+def _negated(ranked: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
+    return ranked[0], -ranked[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """For groups of examples (and of targets, if given; else each target by itself): their names, how
-    many there are, and the `total`, `mean` and absolute `share` of weights, `[groups, columns]`.
+    """Weights summed over groups of examples.
 
-    `total` is what training on the whole group adds to an output, in the mean over a group of
-    targets; `share` sums to 1 over the groups of examples.
+    Attributes:
+        names: Names of the groups.
+        counts: Examples per group `[groups]`.
+        columns: Target groups, or targets.
+        total: Summed weights `[groups, columns]`: what training on the group adds to an output.
+        mean: Mean weights `[groups, columns]`.
+        share: Shares of absolute weight `[groups, columns]`; they sum to 1 over groups.
     """
 
     names: tuple[Any, ...]
@@ -83,22 +103,30 @@ class Groups:
 
 
 @checked(DatamodelsError)
-def by_group(found: Datamodels, groups: Any, *, target_groups: Any = None) -> Groups:
-    """Weights summed over groups of training examples `[n]`, such as classes or sources.
+def by_group(fitted: Datamodels, groups: Any, *, target_groups: Any = None) -> Groups:
+    """Sum weights over groups of training examples, such as classes or sources.
 
-    `target_groups [t]` averages the targets of each group too: with classes on both sides, the
-    result tells which class helps or harms which. Costs n t.
+    With classes on both sides the result shows which class helps or hurts which. Costs n t.
 
-    >>> from gradkeep.datamodels import fit, planted
-    >>> data = planted(300, 6, 2)
-    >>> found = fit(data.masks, data.outputs)
-    >>> told = by_group(found, list("aabbbb"))
-    >>> told.names, told.counts.tolist(), told.total.shape
-    (('a', 'b'), [2, 4], (2, 2))
+    Args:
+        fitted: The datamodels, from `fit` or `load`.
+        groups: Group of each training example `[n]`.
+        target_groups: Group of each target `[t]`, to average over; each target alone by default.
+
+    Returns:
+        Totals, means and shares.
+
+    Example:
+        >>> from gradkeep.datamodels import fit, planted
+        >>> data = planted(300, 6, 2)
+        >>> fitted = fit(data.masks, data.outputs)
+        >>> result = by_group(fitted, list("aabbbb"))
+        >>> result.names, result.counts.tolist(), result.total.shape
+        (('a', 'b'), [2, 4], (2, 2))
     """
-    n, t = found.weights.shape
+    n, t = fitted.weights.shape
     names, inside = _indicator("groups", groups, n)
-    weights = found.weights.astype(np.float64)
+    weights = fitted.weights.astype(np.float64)
     total, size = inside.T @ weights, inside.T @ np.abs(weights)
     columns: tuple[Any, ...] = tuple(range(t))
     if target_groups is not None:
@@ -111,7 +139,7 @@ def by_group(found: Datamodels, groups: Any, *, target_groups: Any = None) -> Gr
 
 
 def _indicator(what: str, groups: Any, count: int) -> tuple[tuple[Any, ...], AnyArray]:
-    """The names in order, and which group each is in, float64 `[count, groups]`."""
+    """Return the group names in order, and the indicator matrix float64 `[count, groups]`."""
     array = _arguments.array(
         what, groups, error=DatamodelsError, kinds="biufUS", expected="one group each"
     )
@@ -126,9 +154,9 @@ def _indicator(what: str, groups: Any, count: int) -> tuple[tuple[Any, ...], Any
 
 
 def checked_ids(what: str, ids: Any, count: int) -> AnyArray:
-    """Distinct ids below `count`, from ids or a boolean array; sorted."""
-    given = _arguments.array(what, ids, error=DatamodelsError, expected="ids")
-    array = np.atleast_1d(given)
+    """Validate ids or a boolean mask and return sorted distinct ids below `count`."""
+    values = _arguments.array(what, ids, error=DatamodelsError, expected="ids")
+    array = np.atleast_1d(values)
     if array.dtype == np.bool_ and array.shape == (count,):
         return np.flatnonzero(array)
     array = array.astype(np.int64) if array.size == 0 else array
@@ -148,7 +176,7 @@ def checked_ids(what: str, ids: Any, count: int) -> AnyArray:
 
 
 def checked_base(base: Any, count: int) -> AnyArray:
-    """The training set that something is taken from: all examples, or a mask of some, bool `[n]`."""
+    """Validate the mask of a training set; all True by default."""
     if base is None:
         return np.ones(count, np.bool_)
     array = _arguments.array("base", base, error=DatamodelsError, expected="a mask")
@@ -163,8 +191,15 @@ def checked_base(base: Any, count: int) -> AnyArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LearningCurve:
-    """The correlation on the same left-out models after fits of more and more others: `models [k]`,
-    its `mean` over targets and the interval `low`, `high` `[k]`, and each whole `Correlation`."""
+    """Correlation on held-out models by number of fitted models.
+
+    Attributes:
+        models: Numbers of models `[k]`.
+        mean: Mean correlation over targets `[k]`.
+        low: Lower ends of the intervals `[k]`.
+        high: Upper ends of the intervals `[k]`.
+        correlations: The correlation of each fit.
+    """
 
     models: AnyArray
     mean: AnyArray
@@ -184,39 +219,51 @@ def learning_curve(
     seed: int = 0,
     **options: Any,
 ) -> LearningCurve:
-    """Fit growing numbers of models, in their order, and predict those that were left out.
+    """Fit growing numbers of models and predict the held-out ones.
 
-    The left-out models choose nothing, so the correlations are honest. `sizes` are by default five
-    doublings up to all others; `options` go to `fit`. Costs a fit per size.
+    The held-out models select nothing, so the correlations are unbiased. Costs one fit per size.
 
-    >>> from gradkeep.datamodels import planted
-    >>> data = planted(800, 30, 4)
-    >>> curve = learning_curve(data.masks, data.outputs, [100, 600])
-    >>> bool(curve.mean[1] > curve.mean[0])
-    True
+    Args:
+        masks: Training subsets `[m, n]`.
+        outputs: Outputs `[m, t]`.
+        sizes: Numbers of models; five doublings up to all by default.
+        held_out: Share or rows of the models to hold out.
+        kind: `"pearson"` or `"spearman"`.
+        seed: Seed of the held-out choice.
+        **options: Options of `fit`.
+
+    Returns:
+        The curve.
+
+    Example:
+        >>> from gradkeep.datamodels import planted
+        >>> data = planted(800, 30, 4)
+        >>> curve = learning_curve(data.masks, data.outputs, [100, 600])
+        >>> bool(curve.mean[1] > curve.mean[0])
+        True
     """
     packed = Masks.of(masks)
     y = checked_outputs(packed, outputs)
     out = rows_left_out(held_out, len(packed), seed=seed)
     rest = np.setdiff1d(np.arange(len(packed)), out)
-    wanted = sorted({len(rest) >> k for k in range(5)}) if sizes is None else sorted(sizes)
+    counts = sorted({len(rest) >> k for k in range(5)}) if sizes is None else sorted(sizes)
     # Fits of fewer models tell nothing.
-    wanted = [size for size in wanted if sizes is not None or size >= 20]
-    if not wanted or wanted[0] < 1 or wanted[-1] > len(rest):
+    counts = [size for size in counts if sizes is not None or size >= 20]
+    if not counts or counts[0] < 1 or counts[-1] > len(rest):
         raise DatamodelsError(
             "these sizes cannot be taken from the models that are not left out",
-            found=wanted,
+            found=counts,
             expected=f"1 to {len(rest)}",
         )
-    found = []
-    for size in wanted:
+    correlations = []
+    for size in counts:
         rows = rest[:size]
         fitted = fit(packed[rows], y[rows], seed=seed, **options)
-        found.append(fitted.score(packed[out], y[out], kind=kind))
+        correlations.append(fitted.score(packed[out], y[out], kind=kind))
     return LearningCurve(
-        np.array(wanted),
-        np.array([one.mean for one in found]),
-        np.array([one.mean_low for one in found]),
-        np.array([one.mean_high for one in found]),
-        tuple(found),
+        np.array(counts),
+        np.array([one.mean for one in correlations]),
+        np.array([one.mean_low for one in correlations]),
+        np.array([one.mean_high for one in correlations]),
+        tuple(correlations),
     )

@@ -34,12 +34,12 @@ def solve_by_active_sets(
     """
     gaps = problem.power.clone()
     for at in range(len(problem.c)):
-        found = _OneTarget(
+        solution = _OneTarget(
             gram,
             problem.c[at].numpy(),
             *(float(part[at]) for part in (problem.power, problem.lam, problem.ridge)),
         )
-        gap = found.solve(state.x[at].numpy(), state.gx[at].numpy(), tolerance)
+        gap = solution.solve(state.x[at].numpy(), state.gx[at].numpy(), tolerance)
         if gap is None:
             return None
         gaps[at] = gap
@@ -87,21 +87,21 @@ class _OneTarget:
             matrix = self.gram.part(where)
             matrix.diagonal().add_(self.ridge)
             right = self.c[ids] - self.lam * signs
-            found = _with_signs(matrix, right, start, signs, together=True)
-            if found is not None and not self._lower(matrix, right, start, signs, found):
-                found = _with_signs(matrix, right, start, signs, together=False)
-            if found is None:
+            solution = _with_signs(matrix, right, start, signs, together=True)
+            if solution is not None and not self._lower(matrix, right, start, signs, solution):
+                solution = _with_signs(matrix, right, start, signs, together=False)
+            if solution is None:
                 return None
             x[:] = 0
-            x[ids] = found
-            gx[:] = self.gram.times_some(torch.from_numpy(found)[None], where)[0].numpy()
+            x[ids] = solution
+            gx[:] = self.gram.times_some(torch.from_numpy(solution)[None], where)[0].numpy()
             slope = self.c - gx - self.ridge * x
         gap = self.gap(x, slope)
         return gap if gap <= tolerance else None
 
     @staticmethod
     def _lower(
-        matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, found: AnyArray
+        matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, solution: AnyArray
     ) -> bool:
         """Whether the objective is no higher than at the start: only then rounds come to an end."""
         here = matrix.numpy()
@@ -109,7 +109,7 @@ class _OneTarget:
         def value(x: AnyArray) -> float:
             return float(x @ (here @ x) / 2 - x @ right)
 
-        return value(found) <= value(start)
+        return value(solution) <= value(start)
 
 
 def _with_signs(
@@ -135,20 +135,20 @@ def _with_signs(
         if int(factor.info):
             return None
         column = torch.from_numpy(right[held])[:, None]
-        wanted: Any = torch.cholesky_solve(column, factor.L)[:, 0].numpy()
-        wrong = wanted * signs[held] < 0
+        solution: Any = torch.cholesky_solve(column, factor.L)[:, 0].numpy()
+        wrong = solution * signs[held] < 0
         if not wrong.any():
-            x[held] = wanted
+            x[held] = solution
             return x
         now = x[held]
         # What never had a weight gets none.
         stopped = wrong if together else wrong & (now == 0)
         if not stopped.any():
             share = np.full_like(now, np.inf)
-            np.divide(now, now - wanted, out=share, where=wrong)
+            np.divide(now, now - solution, out=share, where=wrong)
             first = share.min()
             stopped = share <= first
-            x[held] = np.where(stopped, 0, now + first * (wanted - now))
+            x[held] = np.where(stopped, 0, now + first * (solution - now))
         x[held[stopped]] = 0
         held = held[~stopped]
     return None

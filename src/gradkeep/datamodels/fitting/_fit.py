@@ -72,30 +72,50 @@ def fit(
     progress: Callable[[int, int], None] | None = None,
     each_penalty: Callable[[PenaltyStep], None] | None = None,
 ) -> Datamodels:
-    """Datamodels of t outputs of m models trained on subsets `masks [m, n]` of n examples.
+    """Fit datamodels to the outputs of models trained on subsets.
 
-    `penalty` is `l1` (the default), `elastic` (with the given `share` of L1), `ridge` (the default
-    with a prior, and with fewer models than a tenth of the examples, where sparse weights cannot be
-    told from noise) or `means` (difference of means, which has none). `lambdas` are tried from large to
-    small, as a number of them or as fractions of each target's least penalty without weights (of
-    n / m for ridge). Each target takes the one that predicts best the models that were left out:
-    `held_out`, a part (by default a tenth) or rows, or all in turn with `folds`; then all models
-    are fitted. `lam [t]` skips the choice. `prior [t, n]` are attribution scores that the weights
-    shrink towards, as far as `variances [n]` allow each example to differ; all targets then share
-    one choice, made with five folds below 1,000 models, and the prior alone (a penalty of infinity) is
-    taken unless the models left out say by more than chance that it can be bettered. Same input and
-    seed, same bits. `each_penalty` is told what each penalty came to, where rows choose, and then
-    the last fit.
+    Penalties are tried from large to small, and each target takes the one that best predicts held-out models; then all models are fitted. With a
+    prior, all targets share one choice, made with five folds below 1,000 models, and the prior alone (an infinite penalty) is used unless
+    held-out models show a significant gain. The same input and seed give the same bits.
 
-    Costs m n^2 / 24 additions for the pairs, then 2 n^2 t for each of about ten steps per penalty;
-    n^2 (2 + 4) bytes in float32. Under `memory_budget` the counts go to a file in `scratch`.
+    Costs m n^2 / 24 additions for the pair counts, then 2 n^2 t for each of about ten steps per penalty, and n^2 (2 + 4) bytes in float32.
 
-    >>> rng = np.random.default_rng(0)
-    >>> masks = rng.random((400, 30)) < 0.5
-    >>> outputs = 3.0 * masks[:, 4] - 2.0 * masks[:, 7] + 1 + 0.1 * rng.standard_normal(400)
-    >>> found = fit(masks, outputs)
-    >>> found.weights[[4, 7], 0].round(1).tolist(), found.held_out.mean > 0.99
-    ([3.0, -2.0], True)
+    Args:
+        masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+        outputs: Outputs `[m, t]` or `[m]`.
+        penalty: `"l1"` (default), `"elastic"`, `"ridge"` (default with a prior, and with fewer models than a tenth of the examples) or `"means"`
+            (difference of means).
+        lambdas: Number of penalties, or fractions of the smallest penalty without weights (of n / m for ridge).
+        lam: Fixed penalties `[t]`; skips the selection.
+        held_out: Share of the models, or rows, to hold out; a tenth by default.
+        folds: Number of cross-validation folds instead of `held_out`.
+        share: Share of L1 in an elastic net.
+        prior: Attribution scores `[t, n]` that the weights shrink towards.
+        variances: How much each example may differ from the prior `[n]`.
+        tolerance: Duality gap to reach, in units of half the output's variance.
+        max_steps: Maximum number of solver steps.
+        dtype: `"float32"` or `"float64"`.
+        device: Device of the solver.
+        memory_budget: Memory limit in bytes, or as `"4GiB"`; counts go to a file if needed.
+        scratch: Folder of that file.
+        seed: Seed of the held-out choice.
+        progress: Called with the number of finished and of all steps.
+        each_penalty: Called with the result of each penalty.
+
+    Returns:
+        The fitted datamodels.
+
+    Raises:
+        DatamodelsError: If masks, outputs or options do not fit together.
+        BudgetError: If the memory budget is too small.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> masks = rng.random((400, 30)) < 0.5
+        >>> outputs = 3.0 * masks[:, 4] - 2.0 * masks[:, 7] + 1 + 0.1 * rng.standard_normal(400)
+        >>> fitted = fit(masks, outputs)
+        >>> fitted.weights[[4, 7], 0].round(1).tolist(), fitted.held_out.mean > 0.99
+        ([3.0, -2.0], True)
     """
     _arguments.count("seed", seed, error=DatamodelsError)
     _check_device(device)
@@ -128,10 +148,10 @@ def fit(
         targets=y.shape[1],
         prior=scores is not None,
     )
-    given = None if lam is None else _checked_lam(lam, y)
+    fixed_lambdas = None if lam is None else _checked_lam(lam, y)
     work = _FitCall(options, packed, y, scores, path, seed, progress, each_penalty)
-    if given is not None:
-        return work.at(given)
+    if fixed_lambdas is not None:
+        return work.at(fixed_lambdas)
     rows, parts = left_out(held_out, folds, models=models, prior=scores is not None)
     if parts and options.penalty == "means":
         raise DatamodelsError(
@@ -148,19 +168,19 @@ def _check_device(device: str) -> None:
     try:
         torch.device(device)
     except RuntimeError as error:
-        told = str(error).splitlines()[0][:200]
-        raise DatamodelsError("there is no such device", found=told, expected="cpu") from error
+        message = str(error).splitlines()[0][:200]
+        raise DatamodelsError("there is no such device", found=message, expected="cpu") from error
 
 
 def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
-    given = _arguments.array("lam", lam, error=DatamodelsError).astype(np.float64)
-    if given.shape not in ((), (1,), (outputs.shape[1],)):
+    lambdas = _arguments.array("lam", lam, error=DatamodelsError).astype(np.float64)
+    if lambdas.shape not in ((), (1,), (outputs.shape[1],)):
         raise DatamodelsError(
             "lam must be one positive number per target, or one for all",
-            found=f"shape {list(given.shape)}",
+            found=f"shape {list(lambdas.shape)}",
             expected=[outputs.shape[1]],
         )
-    values = np.broadcast_to(given, (outputs.shape[1],)).copy()
+    values = np.broadcast_to(lambdas, (outputs.shape[1],)).copy()
     varying = np.ptp(outputs, axis=0) > 0
     if not (np.isfinite(values) & ((values > 0) | ~varying)).all():
         raise DatamodelsError(
@@ -224,9 +244,9 @@ class _FitCall:
         lam = choice.lam
         if self.options.penalty == "ridge":  # its scale is n / m: more models, less of it
             lam = lam * first.counts.models / len(self.masks)
-        found = self._with(first, out).fitted(lam, start=choice.weights)
+        solution = self._with(first, out).fitted(lam, start=choice.weights)
         ticks.reach(ticks.total)
-        return self._noted(found, out, choice.predicted)
+        return self._noted(solution, out, choice.predicted)
 
     def by_folds(self, folds: int) -> Datamodels:
         """The fit with penalties chosen by leaving out each fold in turn."""
@@ -276,9 +296,9 @@ class _FitCall:
         chosen = predicted[index, :, np.arange(targets)].T
         if self.prior is not None and not _betters(chosen, alone, self.outputs, spread):
             lam, chosen = np.full(targets, np.inf), alone
-        found = all_models.fitted(lam)
+        solution = all_models.fitted(lam)
         ticks.reach(ticks.total)
-        return self._noted(found, np.arange(models), chosen)
+        return self._noted(solution, np.arange(models), chosen)
 
     def _natural(self, models: int) -> float:
         """The ridge at which a weight's prior and data weigh the same: n / m in standard units."""
@@ -289,12 +309,12 @@ class _FitCall:
 
     def _counted(self, layout: FitLayout, *, without: AnyArray | None = None) -> CountedFit:
         """All models counted, or all but some."""
-        kept: Any = slice(None)
+        training_rows: Any = slice(None)
         if without is not None:
-            kept = np.setdiff1d(np.arange(len(self.masks)), without)
+            training_rows = np.setdiff1d(np.arange(len(self.masks)), without)
         counts = Counts.of(
-            self.masks[kept],
-            self.outputs[kept],
+            self.masks[training_rows],
+            self.outputs[training_rows],
             most=len(self.masks),
             folder=self.options.folder(layout),
             device=self.options.device,
@@ -307,9 +327,9 @@ class _FitCall:
         return replace(first, counts=counts)
 
     def _noted(
-        self, found: Datamodels, rows: AnyArray | None = None, predicted: AnyArray | None = None
+        self, fitted: Datamodels, rows: AnyArray | None = None, predicted: AnyArray | None = None
     ) -> Datamodels:
-        noted = replace(found, repeated_masks=self.masks.num_repeated())
+        noted = replace(fitted, repeated_masks=self.masks.num_repeated())
         if rows is None or predicted is None:
             return noted
         return replace(
@@ -416,11 +436,11 @@ class CountedFit:
                     penalty = torch.from_numpy(lam[part] / solver.unit(now)).to(now.power)
                     warm = None if start is None else now.from_mask_units(start[:, part])
                     state = solver.start(now, warm)
-                    found = solver.solve(now, state, penalty, now.largest.maximum(penalty))
-                    w, gap[part] = state.x, found.double().cpu().numpy()
+                    solution = solver.solve(now, state, penalty, now.largest.maximum(penalty))
+                    w, gap[part] = state.x, solution.double().cpu().numpy()
                     if self.each_penalty is not None:
                         here, none = np.arange(targets)[part], np.full(len(w), np.nan)
-                        self.each_penalty(step_of(now, w, -1, here, lam[part], none, found))
+                        self.each_penalty(step_of(now, w, -1, here, lam[part], none, solution))
                 weights[:, part], bias[part] = now.in_mask_units(w)
         mean, variance = standard.mean, self.counts.variance()
         constant = np.flatnonzero(variance == 0)
@@ -440,22 +460,22 @@ class CountedFit:
         )
 
 
-def grown(found: Datamodels, masks: Masks, outputs: AnyArray) -> Datamodels:
+def grown(fitted: Datamodels, masks: Masks, outputs: AnyArray) -> Datamodels:
     """The fit with more models: counts added, weights started from the earlier ones."""
-    if found.counts is None:
+    if fitted.counts is None:
         raise DatamodelsError(
             "this fit was loaded without its counts", fix="fit all models together"
         )
-    options = found.options
+    options = fitted.options
     seen = None
     if len(masks) >= 10:
-        seen = correlation(found.predict(masks), outputs)
-    division = options.layout(found.num_models + len(masks), *found.weights.shape)
-    counts = found.counts.copy(options.folder(division)).add(masks, outputs, device=options.device)
-    final = CountedFit(options, division, counts, found.prior)
-    start = found.weights if options.penalty != "means" else None
+        seen = correlation(fitted.predict(masks), outputs)
+    division = options.layout(fitted.num_models + len(masks), *fitted.weights.shape)
+    counts = fitted.counts.copy(options.folder(division)).add(masks, outputs, device=options.device)
+    final = CountedFit(options, division, counts, fitted.prior)
+    start = fitted.weights if options.penalty != "means" else None
     return replace(
-        final.fitted(found.lam if options.penalty != "means" else None, start=start),
+        final.fitted(fitted.lam if options.penalty != "means" else None, start=start),
         held_out=seen,
-        repeated_masks=found.repeated_masks + masks.num_repeated(),
+        repeated_masks=fitted.repeated_masks + masks.num_repeated(),
     )

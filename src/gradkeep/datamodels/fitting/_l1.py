@@ -198,10 +198,10 @@ def descend_by_blocks(
 
     ids = torch.arange(len(problem.c), device=problem.c.device)
     gap = torch.zeros_like(problem.power)
-    wanted = tolerance
+    pass_tolerance = tolerance
     for _ in range(3):
         now = problem.rows(ids)
-        x = _passes(parts, now, state.x[ids], state.gx[ids], wanted, max_steps)
+        x = _passes(parts, now, state.x[ids], state.gx[ids], pass_tolerance, max_steps)
         gx = _product(parts, x)
         state.x[ids], state.gx[ids] = x, gx
         gap[ids] = now.gap(x, now.c - gx - now.ridge[:, None] * x)
@@ -209,7 +209,7 @@ def descend_by_blocks(
         if len(ids) == 0:
             break
         # The passes had a better bound from an earlier point, which this one alone misses by a hair.
-        wanted *= 0.7
+        pass_tolerance *= 0.7
     return gap
 
 
@@ -256,10 +256,10 @@ def _passes(
         push = torch.where(worse, 0 * push, gained.clamp_max(_MOST_MOMENTUM))
         value, bound = new_value, new_bound
         running = (problem.relative(value - bound) > tolerance) & (stalled < PATIENCE)
-        left = int(running.sum())
-        if left == 0:
+        residual = int(running.sum())
+        if residual == 0:
             break
-        if left < MARGIN * len(ids):
+        if residual < MARGIN * len(ids):
             result[ids] = x
             ids, problem = ids[running], problem.rows(running)
             x, slope = x[running], slope[running]
@@ -338,11 +338,11 @@ def conjugate(
     for _ in range(max_steps):
         now = torch.where(power[ids] > 0, square / (ridge[ids] * power[ids]).clamp_min(tiny), 0.0)
         running = now > tolerance
-        left = int(running.sum())
+        residual = int(running.sum())
         # Steps without a smaller residual of any target after which rounding has won.
-        if left == 0 or stalled >= 20:
+        if residual == 0 or stalled >= 20:
             break
-        if left < MARGIN * len(ids):
+        if residual < MARGIN * len(ids):
             state.x[ids], state.gx[ids], gap[ids] = x, gx, now
             ids, x, gx, r, d = ids[running], x[running], gx[running], r[running], d[running]
             square, best = square[running], best[running]

@@ -35,8 +35,7 @@ _MOST_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FitLayout:
-    """Whether the counts lie in memory and the matrix is made whole; how many targets are solved
-    together; how many rows a panel and how many examples a working set may have."""
+    """Division of a fit to stay within its memory budget."""
 
     in_memory: bool
     targets: int
@@ -257,8 +256,8 @@ def fractions(
         return tuple(float(value) for value in np.geomspace(high, low, int(lambdas)))
     if isinstance(lambdas, Mapping | str) or not isinstance(lambdas, Iterable):
         raise DatamodelsError("lambdas is a number of penalties or several fractions")
-    given = lambdas if hasattr(lambdas, "shape") else list(lambdas)
-    array = _arguments.array("lambdas", given, error=DatamodelsError)
+    numbers = lambdas if hasattr(lambdas, "shape") else list(lambdas)
+    array = _arguments.array("lambdas", numbers, error=DatamodelsError)
     values = tuple(sorted(array.astype(np.float64).ravel().tolist(), reverse=True))
     if not values or not all(np.isfinite(values)) or values[-1] < 0:
         raise DatamodelsError("lambdas must be positive numbers", found=values)

@@ -38,8 +38,7 @@ class _Until(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class PathSolver:
-    """How a penalty is minimised: its kind, the share of L1 in an elastic net, when to stop, and
-    how many examples a working set may have in memory."""
+    """Solver of a path of penalties, with its stopping rule and the size of working sets."""
 
     kind: Penalty
     share: float
@@ -98,9 +97,9 @@ class PathSolver:
     ) -> torch.Tensor:
         """Solve for the examples that may have weights, then check all others; widen and repeat."""
         if len(problem.c) <= FEW and problem.c.device.type == "cpu":
-            found = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
-            if found is not None:
-                return found
+            solution = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
+            if solution is not None:
+                return solution
         all_examples = problem.c.shape[1]
         most = min(self.working, int(_WORTH * all_examples))
         # The strong rule: gradients move no faster than penalties, but for rare exceptions.
@@ -161,8 +160,10 @@ def follow_path(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenaltyChoice:
-    """Per target: the place of the chosen penalty on the path `[t]`, the penalty in output units
-    `[t]`, the weights there `[n, t]`, and what they predict for the left-out models `[m', t]`."""
+    """Selected penalty of each target.
+
+    The index on the path `[t]`, the penalty in output units `[t]`, the weights `[n, t]`, and the predictions for held-out models `[m', t]`.
+    """
 
     index: AnyArray
     lam: AnyArray
@@ -221,7 +222,7 @@ def step_of(
 
 
 def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
-    """mask . weights + bias for all models, float64 `[m, t]`."""
+    """Mask . weights + bias for all models, float64 `[m, t]`."""
     out = np.empty((len(masks), weights.shape[1]))
     for start, rows in masks.blocks(1024):
         out[start : start + len(rows)] = rows.astype(weights.dtype) @ weights
@@ -303,13 +304,13 @@ def predict_path(
     progress: Callable[[], None],
 ) -> AnyArray:
     """What every penalty of the path predicts for some models, float32 `[penalties, m', t]`."""
-    found = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
+    predictions = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
     predicted_by = predictor(masks)
 
     def visit(index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor, _: object) -> None:
         weights, bias = standard.in_mask_units(w)
-        found[index] = predicted_by(weights.astype(np.float32), bias)
+        predictions[index] = predicted_by(weights.astype(np.float32), bias)
         progress()
 
     follow_path(solver, standard, fractions, natural, visit)
-    return found
+    return predictions

@@ -37,10 +37,26 @@ _HELD_LISTS = ("constant_outputs", "constant_predictions")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Datamodels:
-    """Linear maps from a training subset to a model's outputs: output = mask . weights + bias.
+    """Linear models from a training subset to a model's outputs: output = mask . weights + bias.
 
-    Made by `fit`. `weights [n, t]` and `bias [t]` are in mask units: a weight is what training on
-    that example adds to the output.
+    Created by `fit` and `load`.
+
+    Attributes:
+        weights: Weights `[n, t]`: what training on an example adds to an output.
+        bias: Biases `[t]`.
+        lam: Penalty of each target `[t]` in (1/2m) |y - b - Zw|^2 + lam |w|_1 with standardized columns Z; lam/2 |w|^2 for ridge, lam
+            (share |w|_1 + (1 - share) / (2 sd(y)) |w|^2) for an elastic net.
+        gap: Upper bound of the distance from the optimum `[t]`, in units of half the output's variance.
+        num_models: Number of fitted models.
+        options: Options of the fit.
+        held_out: Correlation on held-out models; after `add`, on the added models before the update. None if there were none.
+        held_out_rows: Rows of the held-out models.
+        constant_targets: Targets whose output never changes: weights 0, gap 0.
+        constant_examples: Examples in all subsets or in none: weight 0.
+        repeated_masks: Models with the mask of an earlier one.
+        prior_scale: Scale of the prior's scores `[t]`; 0 if they point the wrong way.
+        prior: Prior scores, if any.
+        counts: Pair counts of the models, for `add`.
     """
 
     weights: AnyArray
@@ -73,10 +89,10 @@ class Datamodels:
 
     def __repr__(self) -> str:
         examples, targets = self.weights.shape
-        told = "" if self.held_out is None else f", held out: {self.held_out}"
+        text = "" if self.held_out is None else f", held out: {self.held_out}"
         return (
             f"Datamodels({self.options.penalty}, {self.num_models} models, {examples} examples, "
-            f"{targets} targets, gap <= {self.gap.max(initial=0.0):.1e}{told})"
+            f"{targets} targets, gap <= {self.gap.max(initial=0.0):.1e}{text})"
         )
 
     @property
@@ -86,35 +102,62 @@ class Datamodels:
 
     @checked(DatamodelsError)
     def predict(self, masks: Any) -> AnyArray:
-        """The outputs of models trained on these subsets, `[m, t]`: 2 m n t operations."""
-        given = Masks.of(masks)
-        self._check_examples(given)
-        return predict(given, self.weights, self.bias)
+        """Predict the outputs of models trained on these subsets.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+
+        Returns:
+            Outputs `[m, t]`. Costs 2 m n t operations.
+        """
+        packed = Masks.of(masks)
+        self._check_examples(packed)
+        return predict(packed, self.weights, self.bias)
 
     @checked(DatamodelsError)
     def score(
         self, masks: Any, outputs: Any, *, kind: Literal["pearson", "spearman"] = "pearson"
     ) -> Correlation:
-        """How well the outputs of models that were not fitted are predicted, with intervals."""
-        given = Masks.of(masks)
-        return correlation(self.predict(given), self._outputs(given, outputs), kind=kind)
+        """Correlate predictions with the outputs of other models.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+            outputs: Outputs `[m, t]` of models that were not fitted.
+            kind: `"pearson"` or `"spearman"` (then the mean over targets is the LDS).
+
+        Returns:
+            The correlation with intervals.
+        """
+        packed = Masks.of(masks)
+        return correlation(self.predict(packed), self._outputs(packed, outputs), kind=kind)
 
     @checked(DatamodelsError)
     def add(self, masks: Any, outputs: Any) -> Datamodels:
-        """The fit of these and more models at the same penalties, started from this one.
+        """Add models at the same penalties, starting from these weights.
 
-        Costs the pairs of the new models and a few steps. The new models are predicted first:
-        `held_out` of the result says how well.
+        Costs the pair counts of the new models and a few steps.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+            outputs: Their outputs `[m, t]`.
+
+        Returns:
+            The updated fit; its `held_out` is the correlation on the new models before the update.
         """
         from gradkeep.datamodels.fitting._fit import grown
 
-        given = Masks.of(masks)
-        self._check_examples(given)
-        return grown(self, given, self._outputs(given, outputs))
+        packed = Masks.of(masks)
+        self._check_examples(packed)
+        return grown(self, packed, self._outputs(packed, outputs))
 
     @checked(DatamodelsError)
     def save(self, store: Store | str | os.PathLike[str], name: str) -> None:
-        """Keep the fit in a store, a row per target, under a name of its scores."""
+        """Save the fit in a store, one row per target.
+
+        Args:
+            store: The store, or its path.
+            name: Name of the fit.
+        """
         _save(self, open_store(store), name)
 
     def _outputs(self, masks: Masks, outputs: Any) -> AnyArray:
@@ -137,22 +180,22 @@ class Datamodels:
 
 
 def open_store(store: Store | str | os.PathLike[str], *, create: bool = True) -> Store:
-    """A store as it is, or the one at a path."""
+    """Return the store, opening a path."""
     return store if isinstance(store, stores.Store) else stores.open(store, create=create)
 
 
-def _save(found: Datamodels, store: Store, name: str) -> None:
+def _save(fitted: Datamodels, store: Store, name: str) -> None:
     """Write a fit under `scores/<name>`, and its counts under `scores/<name>.counts`."""
-    n, targets = found.weights.shape
-    options, held, sums = found.options, found.held_out, found.counts
+    n, targets = fitted.weights.shape
+    options, held, sums = fitted.options, fitted.held_out, fitted.counts
     facts: dict[str, Any] = {
         "kind": _KIND,
         **{part: getattr(options, part) for part in _OPTIONS},
         "scratch": None if options.scratch is None else str(options.scratch),
-        "num_models": found.num_models,
-        "repeated_masks": found.repeated_masks,
-        "constant_targets": " ".join(map(str, found.constant_targets)),
-        "constant_examples": " ".join(map(str, found.constant_examples)),
+        "num_models": fitted.num_models,
+        "repeated_masks": fitted.repeated_masks,
+        "constant_targets": " ".join(map(str, fitted.constant_targets)),
+        "constant_examples": " ".join(map(str, fitted.constant_examples)),
         "counts": sums is not None,
     }
     if held is not None:
@@ -160,8 +203,8 @@ def _save(found: Datamodels, store: Store, name: str) -> None:
         facts |= {f"held_{part}": " ".join(map(str, getattr(held, part))) for part in _HELD_LISTS}
     absent = np.full(targets, np.nan)
     columns: dict[str, AnyArray] = {
-        "weights": found.weights.T,
-        **{part: getattr(found, part) for part in ("bias", "lam", "gap")},
+        "weights": fitted.weights.T,
+        **{part: getattr(fitted, part) for part in ("bias", "lam", "gap")},
         **{part: absent if sums is None else getattr(sums, part) for part in _SUMS},
         "held": absent if held is None else held.value,
         "held_low": absent if held is None else held.low,
@@ -169,9 +212,9 @@ def _save(found: Datamodels, store: Store, name: str) -> None:
     }
     arrays = [Array("weights", options.dtype, (n,), "data")]
     arrays += [Array(part, "float64", nan="keep") for part in _PER_TARGET]
-    if found.prior is not None and found.prior_scale is not None:
+    if fitted.prior is not None and fitted.prior_scale is not None:
         arrays += [Array("prior", "float64", (n,), "data"), Array("prior_scale", "float64")]
-        columns |= {"prior": found.prior.T, "prior_scale": found.prior_scale}
+        columns |= {"prior": fitted.prior.T, "prior_scale": fitted.prior_scale}
     if sums is not None:
         _save_counts(sums, options, store, name)
     _write(
@@ -181,15 +224,23 @@ def _save(found: Datamodels, store: Store, name: str) -> None:
 
 @checked(DatamodelsError)
 def load(store: Store | str | os.PathLike[str], name: str) -> Datamodels:
-    """The datamodels saved under a name.
+    """Load a saved fit with its counts, so that models can be added.
 
-    >>> import gradkeep as gk, tempfile
-    >>> from gradkeep.datamodels import fit, load
-    >>> store = gk.open(tempfile.mkdtemp())
-    >>> masks = np.random.default_rng(0).random((50, 8)) < 0.5
-    >>> fit(masks, masks @ np.arange(8.0)).save(store, "digits")
-    >>> load(store, "digits").weights.shape
-    (8, 1)
+    Args:
+        store: The store, or its path.
+        name: Name of the fit.
+
+    Returns:
+        The datamodels.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> from gradkeep.datamodels import fit, load
+        >>> store = gk.open(tempfile.mkdtemp())
+        >>> masks = np.random.default_rng(0).random((50, 8)) < 0.5
+        >>> fit(masks, masks @ np.arange(8.0)).save(store, "digits")
+        >>> load(store, "digits").weights.shape
+        (8, 1)
     """
     store = open_store(store, create=False)
     block = store.read(ScoresKey(name))

@@ -30,13 +30,13 @@ class DenseGram(Gram):
         self, where: slice | torch.Tensor, columns: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Some rows; those of a slice without a copy."""
-        found = (
+        result = (
             self.matrix[where] if isinstance(where, slice) else self.matrix.index_select(0, where)
         )
-        return found if columns is None else found.index_select(1, columns)
+        return result if columns is None else result.index_select(1, columns)
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x G, one product for all targets."""
+        """X G, one product for all targets."""
         return x @ self.matrix
 
 
@@ -82,9 +82,9 @@ class CountedGram(Gram):
         part = torch.from_numpy(self.counts.pairs[rows][:, across].astype(np.float64))
         mean, models = torch.from_numpy(self.mean), self.counts.models
         part.addr_(mean[rows], mean[across], alpha=-models)
-        found = part.to(self.device, self.dtype)
+        result = part.to(self.device, self.dtype)
         scale = torch.from_numpy(self.scale / np.sqrt(models)).to(self.device, self.dtype)
-        return found.mul_(scale[rows].unsqueeze(1)).mul_(scale[across])
+        return result.mul_(scale[rows].unsqueeze(1)).mul_(scale[across])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,10 +198,10 @@ def after_prior(
     trust = torch.where(signal > 0, trust, 0 * trust)
     fitted = trust * against / own.clamp_min(tiny)
     scale = torch.where(known & (against > 0), fitted, 0 * own)
-    left = replace(
+    remainder = replace(
         standard,
         c=standard.c - scale[:, None] * gp,
         power=(standard.power - 2 * scale * against + scale * scale * own).clamp_min(0),
         base=scale[:, None] * p,
     )
-    return left, scale.double().cpu().numpy()
+    return remainder, scale.double().cpu().numpy()

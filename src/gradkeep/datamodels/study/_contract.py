@@ -41,8 +41,8 @@ class Status:
     @property
     def troubled(self) -> list[RowState]:
         """The models with failed attempts that are not done, worst first."""
-        found = [state for state in self.states if state.attempts and state.state != "done"]
-        return sorted(found, key=lambda state: (-state.attempts, state.row))
+        failing = [state for state in self.states if state.attempts and state.state != "done"]
+        return sorted(failing, key=lambda state: (-state.attempts, state.row))
 
 
 def initialize(store: Store | str | os.PathLike[str], spec: Spec, *, name: str = MODELS) -> None:
@@ -121,8 +121,8 @@ def status(
     states = rows.states(max_attempts=max_attempts)
     rate = recent_rate(store, rows)
     running = any(state.state == "leased" for state in states)
-    found = progress_of(states, rate=rate if running else None)
-    return Status(found, tuple(states), Spec.of_schema(rows.schema, rows.num_rows))
+    progress = progress_of(states, rate=rate if running else None)
+    return Status(progress, tuple(states), Spec.of_schema(rows.schema, rows.num_rows))
 
 
 def models_of(store: Store | str | os.PathLike[str], name: str | None = None) -> Rows:
@@ -179,8 +179,8 @@ class MainJob:
 def _import_folders() -> tuple[str, ...]:
     """List where this process imports from, with the current directory unless that is in a store."""
     here = os.getcwd()
-    found = tuple(item for item in sys.path if item)
-    return found if enclosing_store(here) is not None else (here, *found)
+    folders = tuple(item for item in sys.path if item)
+    return folders if enclosing_store(here) is not None else (here, *folders)
 
 
 def offer_aliases(aliases: Sequence[tuple[str, str]]) -> None:

@@ -78,9 +78,9 @@ class Spec:
                 "the spec cannot be read", path=path, found=error.strerror
             ) from error
         except (ValueError, RecursionError) as error:
-            found = f"{type(error).__name__}: {error}"[:200]
+            document = f"{type(error).__name__}: {error}"[:200]
             raise DatamodelsError(
-                "the spec is not JSON", path=path, found=found, expected=_EXAMPLE
+                "the spec is not JSON", path=path, found=document, expected=_EXAMPLE
             ) from error
         return cls.from_fields(fields, path=path)
 
@@ -91,12 +91,12 @@ class Spec:
         """The spec from JSON fields; every problem names its field."""
         try:
             record = msgspec.convert(fields, _SpecRecord)
-            made = tuple(_field(name, item) for name, item in record.schema.items())
+            spec = tuple(_field(name, item) for name, item in record.schema.items())
         except (msgspec.ValidationError, RecursionError) as error:
             raise DatamodelsError(
                 f"the spec is wrong: {error}"[:300], path=path, expected=_EXAMPLE
             ) from None
-        return cls(record.num_models, made)
+        return cls(record.num_models, spec)
 
     def to_fields(self) -> dict[str, Any]:
         """The spec as JSON fields."""
@@ -169,40 +169,40 @@ def check_returned(spec: Spec, returned: Any, *, index: int) -> dict[str, AnyArr
     missing = [name for name in names if name not in returned]
     unknown = [str(name) for name in returned if name not in names]
     if missing or unknown:
-        found = f"missing {missing}, unknown {unknown}"
-        raise _wrong(index, "must return exactly the spec's keys", found, ", ".join(names))
+        keys = f"missing {missing}, unknown {unknown}"
+        raise _wrong(index, "must return exactly the spec's keys", keys, ", ".join(names))
     return {field.name: _array(field, returned[field.name], index) for field in spec.fields}
 
 
 def _array(field: Field, value: Any, index: int) -> AnyArray:
     try:
-        given = as_array(value)
+        array = as_array(value)
     except ValueError as error:
         raise _wrong(index, f"{field.name!r} is no array", str(error), str(field.shape)) from error
-    if given.shape != field.shape:
-        raise _wrong(index, f"{field.name!r} has another shape", given.shape, field.shape)
+    if array.shape != field.shape:
+        raise _wrong(index, f"{field.name!r} has another shape", array.shape, field.shape)
     what = f"{field.name!r} does not fit the spec's dtype"
-    if not np.can_cast(given.dtype, field.dtype, "same_kind"):
+    if not np.can_cast(array.dtype, field.dtype, "same_kind"):
         # Python's own numbers come as int64, also for unsigned fields.
-        whole = given.dtype.kind in "iu" and field.dtype.kind in "iu"
+        whole = array.dtype.kind in "iu" and field.dtype.kind in "iu"
         if not whole:
-            raise _wrong(index, what, given.dtype.name, field.dtype.name)
+            raise _wrong(index, what, array.dtype.name, field.dtype.name)
     with np.errstate(over="ignore"):
-        cast = given.astype(field.dtype)
+        cast = array.astype(field.dtype)
     if field.dtype.kind in "iu":
-        lost = cast.astype(given.dtype) != given
+        lost = cast.astype(array.dtype) != array
     else:
-        lost = ~np.isfinite(cast) if field.dtype.kind == "f" else np.zeros(given.shape, bool)
+        lost = ~np.isfinite(cast) if field.dtype.kind == "f" else np.zeros(array.shape, bool)
     if lost.any():
-        bad = given[lost].reshape(-1)[0]
+        bad = array[lost].reshape(-1)[0]
         raise _wrong(index, what, f"{bad} among its values", f"finite values of {field.dtype.name}")
     return cast
 
 
-def _wrong(index: int, what: str, found: object, expected: object) -> DatamodelsError:
+def _wrong(index: int, what: str, actual: object, expected: object) -> DatamodelsError:
     return DatamodelsError(
         f"model {index}: {what}",
-        found=found,
+        found=actual,
         expected=expected,
         fix="change what main returns, or the spec; nothing was written",
     )
@@ -241,31 +241,63 @@ class Output:
 
 @checked(DatamodelsError)
 def margins(examples: Any, *, dtype: str = "float32") -> Output:
-    """Correct logit minus the best other one, for each of `examples`: inputs and labels `[t]`.
+    """Record the margins: correct logit minus the best other one, `[t]`.
 
-    >>> import torch
-    >>> output = margins((torch.eye(2), torch.tensor([0, 1])))
-    >>> output(torch.nn.Linear(2, 2, bias=False).requires_grad_(False)).shape
-    (2,)
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+
+    Example:
+        >>> import torch
+        >>> output = margins((torch.eye(2), torch.tensor([0, 1])))
+        >>> output(torch.nn.Linear(2, 2, bias=False).requires_grad_(False)).shape
+        (2,)
     """
     return _of_logits(examples, margins_of, dtype)
 
 
 @checked(DatamodelsError)
 def losses(examples: Any, *, dtype: str = "float32") -> Output:
-    """The cross entropy of each of `examples` `[t]`."""
+    """Record the cross entropies, `[t]`.
+
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return _of_logits(examples, losses_of, dtype)
 
 
 @checked(DatamodelsError)
 def confidences(examples: Any, *, dtype: str = "float32") -> Output:
-    """The probability given to the right class of each of `examples` `[t]`."""
+    """Record the probabilities of the correct class, `[t]`.
+
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return _of_logits(examples, confidences_of, dtype)
 
 
 @checked(DatamodelsError)
 def correct(examples: Any, *, dtype: str = "float32") -> Output:
-    """1 where the right class has the largest logit, else 0, `[t]`."""
+    """Record 1 where the correct class has the largest logit, otherwise 0, `[t]`.
+
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return _of_logits(examples, correct_of, dtype)
 
 
@@ -273,7 +305,16 @@ def correct(examples: Any, *, dtype: str = "float32") -> Output:
 def output(
     of_model: Callable[[Any], Any], shape: tuple[int, ...] | int, *, dtype: str = "float32"
 ) -> Output:
-    """Any function of a model, with the shape of what it returns."""
+    """Record any function of a model.
+
+    Args:
+        of_model: Function of a trained model.
+        shape: Shape of its result.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return Output((shape,) if isinstance(shape, int) else tuple(shape), of_model, dtype)
 
 

@@ -1,1 +1,1 @@
-"""Eviction while a step runs."""
+"""Online eviction while a step runs."""

@@ -1,6 +1,6 @@
-"""Ways to a tensor's bytes that pass no operator of the runtime's thread; each asks the runtime first.
+"""Guards for accesses to a tensor's bytes that do not pass the dispatcher of the runtime's thread.
 
-Methods such as `.numpy()` bring a tensor back. A thread that is begun inside a runtime runs inside it
+Methods such as `.numpy()` bring a tensor back first. A thread started inside a runtime runs inside it
 too. A backward pass in any other thread, through leaves that a runtime has seen, ends its evictions.
 """
 
@@ -36,8 +36,8 @@ _active: list[OnlineRuntime] = []
 _plain: list[tuple[Any, str, Any]] = []
 
 
-def raise_guards(online: OnlineRuntime) -> None:
-    """Let these functions ask the runtime first, from now on."""
+def install_guards(online: OnlineRuntime) -> None:
+    """Patch the guarded functions so that they notify the runtime first."""
     if not _active:
         for name in GUARDED:
             _replace(torch.Tensor, name, _guarded_method)
@@ -47,8 +47,8 @@ def raise_guards(online: OnlineRuntime) -> None:
     _active.append(online)
 
 
-def lower_guards(online: OnlineRuntime) -> None:
-    """Give the functions back once no runtime is left."""
+def remove_guards(online: OnlineRuntime) -> None:
+    """Restore the original functions when no runtime is active."""
     _active.remove(online)
     while not _active and _plain:
         owner, name, plain = _plain.pop()
@@ -101,19 +101,19 @@ def _guarded_backward(plain: Any) -> Any:
             leaves = _leaves(root for root in roots if isinstance(root, torch.Tensor))
             for online in outside:
                 if online.has_seen(leaves):
-                    online.stop_evicting("a backward pass runs in a thread outside of the budget")
+                    online.stop_evicting("a backward pass runs in a thread outside the budget")
         return plain(tensors, *args, **kwargs)
 
     return backward
 
 
 def _leaves(roots: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of the leaves below some tensors."""
-    found: set[int] = set()
+    """Return the ids of the leaves below some tensors."""
+    leaves: set[int] = set()
     stack: list[Any] = []
     for root in roots:
         if root.grad_fn is None:
-            found.add(id(root))
+            leaves.add(id(root))
         else:
             stack.append(root.grad_fn)
     seen = set(stack)
@@ -121,8 +121,8 @@ def _leaves(roots: Iterable[torch.Tensor]) -> set[int]:
         node = stack.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.add(id(leaf))
+            leaves.add(id(leaf))
         fresh = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= fresh
         stack += fresh
-    return found
+    return leaves

@@ -1,4 +1,4 @@
-"""The eviction core with real bytes: evicting empties a storage, running an operator fills one."""
+"""The eviction core with real bytes: evicting empties a storage, running an operator fills it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._rerun import hash_bytes
-from gradkeep.remat._tensors import StorageRef, mapped, run_operator, tensors_in
+from gradkeep.remat._tensors import StorageRef, find_tensors, map_nested, run_operator
 from gradkeep.remat.simulator._core import EvictionCore, Storage
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from gradkeep.remat._tensors import Geometry
     from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
-    from gradkeep.remat.simulator._neighbourhoods import Heuristic
+    from gradkeep.remat.simulator._neighborhoods import Heuristic
 
 
 class OnlineArgument(NamedTuple):
-    """A tensor among the arguments: a value, and how it was seen."""
+    """A tensor among the arguments: its value and geometry."""
 
     node: Node
     geometry: Geometry
@@ -33,81 +33,80 @@ class OnlineArgument(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OnlineOperator:
-    """What the eviction core needs to know of an operator, and what it takes to run it again."""
+    """An operator as the eviction core sees it, with everything needed to run it again."""
 
     name: str
     cost: int
     """Nanoseconds."""
     sizes: tuple[int, ...]
-    """Bytes of each new storage; 0 for what is written in place."""
+    """Bytes of each new storage; 0 for storages written in place."""
     aliases: tuple[int, ...]
-    """For each result the index of the argument whose storage it changes, or -1."""
+    """For each result the index of the argument whose storage it writes, or -1."""
     run: Callable[..., Any] | None = None
-    """None: it cannot be run again."""
+    """None if it cannot be run again."""
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     results: tuple[tuple[int, Geometry], ...] = ()
-    """For each new storage, which result shows it whole, and how."""
+    """Position and geometry of the result that covers each new storage."""
     grad_mode: bool = True
     exact: bool = True
-    """Every byte of its results means something."""
+    """Every byte of its results is defined."""
     random: torch.Tensor | None = None
-    """The state of the generator before it ran."""
+    """State of the generator before it ran."""
 
 
-def predicted_bytes(
+def predict_result_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool
 ) -> int:
     """Estimate the bytes of an operator's results before it runs for the first time.
 
-    Torch knows the shapes of most results without computing them; for the others the largest argument
-    is a guess.
+    Runs the operator on meta tensors; if that is not possible, the largest argument is the estimate.
     """
-    given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
-    guess = max((tensor.nbytes for tensor in given), default=0)
+    inputs = find_tensors(args) + find_tensors(tuple(kwargs.values()))
+    guess = max((tensor.nbytes for tensor in inputs), default=0)
     names = {argument.name for argument in func._schema.arguments}
     if not any("Tensor" in str(result.type) for result in func._schema.returns):
         return 0
-    if random or not (given or "device" in names) or not func._schema.name.startswith("aten::"):
+    if random or not (inputs or "device" in names) or not func._schema.name.startswith("aten::"):
         return guess
-    named = {name: mapped(value, _without_content, torch.Tensor) for name, value in kwargs.items()}
+    named = {name: map_nested(value, _to_meta, torch.Tensor) for name, value in kwargs.items()}
     if "device" in names:
         named["device"] = torch.device("meta")
     try:
-        out = func(*mapped(args, _without_content, torch.Tensor), **named)
-        storages = [tensor.untyped_storage() for tensor in tensors_in(out)]
+        out = func(*map_nested(args, _to_meta, torch.Tensor), **named)
+        storages = [tensor.untyped_storage() for tensor in find_tensors(out)]
         return sum({id(storage): storage.nbytes() for storage in storages}.values())
     except Exception:
         return guess
 
 
-def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 @dataclass(slots=True, eq=False)
 class StorageBytes:
-    """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
+    """Location of a storage's bytes: torch's own storage while it is alive, else a storage of the core."""
 
     ref: StorageRef
     nbytes: int
     dead: bool = False
-    """Nobody but us has it."""
-    was: int | None = None
-    """A hash of the bytes that were evicted, until they are back and compared."""
-    held: torch.UntypedStorage | None = None
-    """The bytes of a dead storage that was made again, or of a pinned one that others need."""
+    """Only the core holds it."""
+    evicted_hash: int | None = None
+    """Hash of the evicted bytes, until they are restored and compared."""
+    own_storage: torch.UntypedStorage | None = None
+    """Bytes of a dead storage that was recomputed, or of a pinned one that others need."""
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage as it is now, filled or empty."""
-        return self.held if self.held is not None else self.ref()
+        """Return the current storage, filled or empty."""
+        return self.own_storage if self.own_storage is not None else self.ref()
 
 
 class LiveCore(EvictionCore):
-    """A `Core` whose storages are torch's.
+    """An `EvictionCore` on torch storages.
 
-    Storages die at any moment, also in the middle of an operator: that is noted, and looked at
-    between two of them.
+    Storages die at any moment, also in the middle of an operator; their deaths are queued and processed
+    between two operators.
     """
 
     def __init__(
@@ -122,40 +121,40 @@ class LiveCore(EvictionCore):
         super().__init__(heuristic, budget=budget, policy="eager", sample=sample)
         self.limit = limit
         self.strict = strict
-        """Raise where nothing is left to evict."""
-        # Here edges go too, once nothing needs them any more.
+        """Raise if no storage can be evicted."""
+        # Edges are removed here once nothing needs them.
         self._followed = False
-        self._allowed = budget
+        self._requested_budget = budget
         self.settled = False
-        """Everything is back, and stays."""
-        self._spent_before = 0
+        """Everything is restored and stays in memory."""
+        self._remat_compute_at_restore = 0
         self.bytes: dict[Storage, StorageBytes] = {}
         self.latest: dict[int, Node] = {}
-        """The present value of each storage that is alive, by the id of torch's storage."""
+        """Current value of each live storage, by the id of torch's storage."""
         self.died: list[Node] = []
         self.over = 0
         self.exhausted = False
-        """Nothing was left to evict where room was needed."""
+        """No storage could be evicted although room was needed."""
         self.gave_up = False
         self.reason = ""
-        """Why it gave up."""
+        """Why eviction stopped."""
         self.search_time = self.copy_time = 0
 
     def limit_to(self, budget: float) -> None:
-        """Use another budget from the next operator on."""
-        self.budget = self._allowed = budget
+        """Change the budget from the next operator on."""
+        self.budget = self._requested_budget = budget
 
     def node_of(self, tensor: torch.Tensor) -> Node:
-        """The value that a tensor shows; one never seen before is a constant."""
+        """Return the value that a tensor views; an unseen storage becomes a constant."""
         return self.node_on(tensor.untyped_storage())
 
     def node_on(self, storage: torch.UntypedStorage) -> Node:
-        """The present value of a storage."""
-        found = self.latest.get(id(storage))
-        return self._constant(storage) if found is None else found
+        """Return the current value of a storage."""
+        node = self.latest.get(id(storage))
+        return self._constant(storage) if node is None else node
 
     def constants(self) -> list[StorageRef]:
-        """The constants so far."""
+        """Return references to the live constants."""
         return [
             self.bytes[node.storage].ref
             for node in self.latest.values()
@@ -171,36 +170,36 @@ class LiveCore(EvictionCore):
         return node
 
     def follow(self, storage: torch.UntypedStorage, node: Node) -> None:
-        """From now on `storage` stands for the value."""
-        ref = StorageRef(storage, self._gone)
+        """Use `storage` for the value from now on."""
+        ref = StorageRef(storage, self._on_storage_freed)
         ref.key = id(storage)
         self.bytes[node.storage] = StorageBytes(ref, storage.nbytes())
         self.latest[ref.key] = node
 
-    def _gone(self, ref: StorageRef) -> None:
-        # At once: the next storage may get the same id.
+    def _on_storage_freed(self, ref: StorageRef) -> None:
+        # Immediately, because the next storage may get the same id.
         node = self.latest.pop(ref.key, None)
         if node is not None:
             self.died.append(node)
 
     def tidy(self) -> None:
-        """What is done between two operators."""
-        self.bury()
+        """Process deaths and enforce the budget between two operators."""
+        self.free_dead_storages()
         if self.gave_up and not self.settled:
-            self.everything_back()
-        self.room(0)
+            self.restore_all()
+        self.make_room(0)
 
-    def bury(self) -> None:
-        """Look at the storages that have died since: their bytes are free, their recipes stay."""
+    def free_dead_storages(self) -> None:
+        """Free the bytes of storages that died; keep how to recompute them."""
         while self.died:
             storage = self.died.pop().storage
             self.bytes[storage].dead = True
             if storage.material:
-                self._lose(storage)
+                self._discard(storage)
             self._forget(storage)
 
-    def _lose(self, storage: Storage) -> None:
-        """The bytes of a storage that nobody else has go."""
+    def _discard(self, storage: Storage) -> None:
+        """Evict a storage that only the core holds."""
         if storage.pinned:
             storage.pinned = False
             self._unlock(storage)
@@ -208,24 +207,24 @@ class LiveCore(EvictionCore):
 
     def _needed(self, storage: Storage) -> bool:
         """Return True if an evictable storage was computed from it."""
-        # Whoever makes one result of an operator again makes them all.
+        # Recomputing one result of an operator recomputes all of them.
         beside = [sibling.storage for node in storage.tensors for sibling in node.siblings]
         return any(o in self.bytes and not o.pinned for o in (*storage.below, *beside))
 
     def _forget(self, storage: Storage) -> None:
-        """Nobody asks for it any more; neither, then, for what it alone was made from."""
+        """Remove a storage that nothing needs, and then ancestors that only it needed."""
         waiting = [storage]
         while waiting:
             gone = waiting.pop()
             place = self.bytes.get(gone)
             if place is None or self._needed(gone):
                 continue
-            # Held for others only: without us it lives on, or dies and comes by here again.
-            place.held = None
+            # Release our reference; if the storage dies now, this runs again.
+            place.own_storage = None
             if not place.dead:
                 continue
             if gone.material:
-                self._lose(gone)
+                self._discard(gone)
             del self.bytes[gone]
             for above in list(gone.above):
                 above.below.pop(gone, None)
@@ -233,52 +232,53 @@ class LiveCore(EvictionCore):
             gone.above.clear()
             waiting += [sibling.storage for node in gone.tensors for sibling in node.siblings]
 
-    def hold(self, nodes: Sequence[Node]) -> None:
-        """Bring values into memory and lock them there."""
+    def materialize_and_lock(self, nodes: Sequence[Node]) -> None:
+        """Bring values into memory and lock them."""
         clock = self.clock
         for node in nodes:
             node.storage.last_access = clock
             if not node.defined:
-                self._materialize(node, again=True)
+                self._materialize(node, recompute=True)
             self._lock(node.storage)
             self.compare(node.storage)
 
     def compare(self, storage: Storage) -> None:
-        """See that what was evicted came back as it was, before anybody reads it."""
+        """Compare a restored storage with the hash of its evicted bytes."""
         place = self.bytes[storage]
-        if place.was is None or not all(node.defined for node in storage.tensors):
+        if place.evicted_hash is None or not all(node.defined for node in storage.tensors):
             return
-        was, place.was = place.was, None
+        evicted_hash, place.evicted_hash = place.evicted_hash, None
         actual = place.ref()
-        if actual is not None and hash_bytes(actual, 0, place.nbytes) != was:
+        if actual is not None and hash_bytes(actual, 0, place.nbytes) != evicted_hash:
             name = storage.tensors[0].op.name
             _poison(place, always=True)
             raise RematError(
-                "a tensor made again is not what it was when it was evicted: what it is made from "
-                "was changed in a way that torch does not show; it now holds not-a-number",
+                "a recomputed tensor differs from the evicted one, because its inputs were changed in a "
+                "way that torch does not report; it is now filled with NaN",
+                code="remat.recomputed_differs",
                 found=f"the result of {name}",
-                fix="use mode='planned', or no budget, for this model",
+                fix="Use mode='planned', or no budget, for this model.",
             )
 
-    def let_go(self, nodes: Sequence[Node]) -> None:
-        """Unlock them again."""
+    def unlock_all(self, nodes: Sequence[Node]) -> None:
+        """Unlock values."""
         for node in nodes:
             self._unlock(node.storage)
 
-    def room(self, need: int) -> None:
-        """Evict until so many bytes fit."""
+    def make_room(self, need: int) -> None:
+        """Evict until `need` bytes fit."""
         if self.memory + need > self.budget:
             self._free(need)
 
-    def ran(
+    def add_operator(
         self,
         operator: OnlineOperator,
         parents: Sequence[Node],
-        made: Sequence[torch.UntypedStorage],
+        new_storages: Sequence[torch.UntypedStorage],
     ) -> list[Node]:
-        """Enter an operator that just ran for the first time, with its new storages."""
+        """Add an operator that just ran for the first time, with its new storages."""
         nodes = self._declare(operator, parents)  # type: ignore[arg-type]
-        fresh = iter(made)
+        fresh = iter(new_storages)
         for node, alias in zip(nodes, operator.aliases, strict=True):
             node.storage.last_access = self.clock + operator.cost
             if alias >= 0:
@@ -290,10 +290,10 @@ class LiveCore(EvictionCore):
             self.follow(next(fresh), node)
             self._arrive(node.storage)
         for parent in parents:
-            # Pinned storages are not made again: they stay for those that are.
+            # Pinned storages are not recomputed: they stay for the recomputation of others.
             place = self.bytes[parent.storage]
-            if parent.storage.pinned and place.held is None and self._needed(parent.storage):
-                place.held = place.storage()
+            if parent.storage.pinned and place.own_storage is None and self._needed(parent.storage):
+                place.own_storage = place.storage()
         self.clock += operator.cost
         self.base_compute += operator.cost
         self.ops_run += 1
@@ -306,20 +306,20 @@ class LiveCore(EvictionCore):
         self.memory += storage.size
         self.peak = max(self.peak, self.memory)
         self.pool[storage] = None
-        self.heuristic.arrived(storage, again=False)
+        self.heuristic.arrived(storage, recomputed=False)
 
     def keep(self, node: Node) -> None:
-        """Never evict it again, as long as somebody has it or something else may need it."""
+        """Pin a value for as long as it is referenced or something may need it."""
         if not node.storage.pinned:
             self.pin(node)
             if self._needed(node.storage):
                 place = self.bytes[node.storage]
-                place.held = place.storage()
+                place.own_storage = place.storage()
             for above in list(node.storage.above):
                 self._forget(above)
 
-    def about_to_change(self, node: Node) -> None:
-        """Its bytes will be overwritten: what was computed from them is made now, and stays."""
+    def prepare_overwrite(self, node: Node) -> None:
+        """Recompute and pin everything computed from a value that is about to be overwritten."""
         for other in list(node.storage.below):
             place = self.bytes.get(other)
             if other is node.storage or place is None or other.pinned:
@@ -331,56 +331,57 @@ class LiveCore(EvictionCore):
     def _free(self, need: int) -> None:
         began = perf_counter_ns()
         while self.memory + need > self.budget and self.pool:
-            self._evict(self._victim())
+            self._evict(self._choose_victim())
         over = int(min(self.memory + need - self.budget, 1 << 62))
         self.over = max(self.over, over)
         self.exhausted |= over > 0
         self.search_time += perf_counter_ns() - began
         if over > 0 and self.strict:
             raise BudgetError(
-                "out of memory: nothing is left to evict",
+                "out of memory, and no storage can be evicted",
+                code="budget.exhausted",
                 found=f"{format_bytes(self.memory + need)} in use",
                 expected=f"at most the budget of {format_bytes(int(self.budget))}",
-                fix="raise the budget, or make the batch smaller",
+                fix="Raise the budget, or make the batch smaller.",
             )
 
     def _evict(self, storage: Storage) -> None:
         super()._evict(storage)
         place = self.bytes[storage]
-        place.held = None
+        place.own_storage = None
         if place.dead:
             return
         actual = place.ref()
         if actual is None:
             return
-        if place.was is None and getattr(storage.tensors[0].op, "exact", True):
-            place.was = hash_bytes(actual, 0, place.nbytes)
+        if place.evicted_hash is None and getattr(storage.tensors[0].op, "exact", True):
+            place.evicted_hash = hash_bytes(actual, 0, place.nbytes)
         actual.resize_(0)
 
-    def _run(self, tensor: Node, need: int, *, again: bool) -> None:
+    def _run(self, tensor: Node, need: int, *, recompute: bool) -> None:
         operator: Any = tensor.op
         began = perf_counter_ns()
-        out = self._again(operator)
+        out = self._rerun_operator(operator)
         taken = perf_counter_ns() - began
         by_index = {node.index: node for node in (tensor, *tensor.siblings)}
-        results = tensors_in(out)
-        # What is new comes before what is written in place.
+        results = find_tensors(out)
+        # New storages come before storages written in place.
         for index, (position, geometry) in enumerate(operator.results):
             storage = by_index[index].storage
             if storage in self.bytes and not storage.material:
                 self._fill(storage, results[position], geometry)
-        super()._run(tensor, need, again=again)
-        # The core counts what was expected; what it took is what people are told.
+        super()._run(tensor, need, recompute=recompute)
+        # The core added the expected cost; report the measured one.
         self.remat_compute += taken - operator.cost
-        spent = self.remat_compute - self._spent_before
-        # Nanoseconds of recomputation that are too few to judge by.
+        spent = self.remat_compute - self._remat_compute_at_restore
+        # At least 50 ms of recomputation, to be robust against noise.
         if spent > self.limit * max(self.base_compute, 50_000_000):
-            # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
+            # Immediately, because recomputing one value can take very long; `tidy` does the rest.
             self.gave_up, self.budget = True, math.inf
-            self.reason = "more was recomputed than is worth it"
+            self.reason = "recomputation took too long"
 
     def _run_siblings(self, tensor: Node) -> list[Storage]:
-        # Results that were forgotten are computed for nothing, as those that are in memory.
+        # Forgotten results are discarded, like results that are in memory.
         forgotten = [sibling for sibling in tensor.siblings if sibling.storage not in self.bytes]
         for sibling in forgotten:
             sibling.defined = True
@@ -389,12 +390,16 @@ class LiveCore(EvictionCore):
             sibling.defined = False
         return arrived
 
-    def _again(self, operator: OnlineOperator) -> Any:
+    def _rerun_operator(self, operator: OnlineOperator) -> Any:
         if operator.run is None:
-            raise RematError(f"{operator.name} cannot be run again, but its result was evicted")
-        args = mapped(operator.args, self._shown, OnlineArgument)
+            raise RematError(
+                f"the result of {operator.name} was evicted but cannot be recomputed",
+                code="remat.not_recomputable",
+            )
+        args = map_nested(operator.args, self._view_argument, OnlineArgument)
         kwargs = {
-            name: mapped(value, self._shown, OnlineArgument) for name, value in operator.kwargs
+            name: map_nested(value, self._view_argument, OnlineArgument)
+            for name, value in operator.kwargs
         }
         before = torch.is_grad_enabled()
         now = torch.get_rng_state() if operator.random is not None else None
@@ -409,7 +414,7 @@ class LiveCore(EvictionCore):
                 if now is not None:
                     torch.set_rng_state(now)
 
-    def _shown(self, argument: OnlineArgument) -> torch.Tensor:
+    def _view_argument(self, argument: OnlineArgument) -> torch.Tensor:
         storage = self.bytes[argument.node.storage].storage()
         assert storage is not None
         return argument.geometry.on(storage)
@@ -420,7 +425,7 @@ class LiveCore(EvictionCore):
         source = result.untyped_storage()
         actual = place.ref()
         if place.dead or actual is None:
-            place.held = source
+            place.own_storage = source
         else:
             actual.resize_(place.nbytes)
             if source.nbytes() == place.nbytes and result.storage_offset() == geometry.offset:
@@ -429,14 +434,18 @@ class LiveCore(EvictionCore):
                 geometry.on(actual).copy_(result)
         self.copy_time += perf_counter_ns() - began
 
-    def everything_back(self) -> None:
-        """Bring back whatever somebody still has, whatever it takes; from here on nothing is evicted."""
-        self.bury()
-        self.budget, self._spent_before, self.settled = self._allowed, self.remat_compute, True
+    def restore_all(self) -> None:
+        """Recompute every live storage and stop evicting."""
+        self.free_dead_storages()
+        self.budget, self._remat_compute_at_restore, self.settled = (
+            self._requested_budget,
+            self.remat_compute,
+            True,
+        )
         self.strict = False
         failed: BaseException | None = None
-        # The oldest first: then whatever a later one is made from is there, or was nobody's. What
-        # was nobody's still comes and goes within the budget.
+        # Oldest first: then the inputs of later ones are in memory or dead. Dead inputs are
+        # recomputed and evicted within the budget.
         nodes = sorted(self.latest.values(), key=lambda node: node.storage.number)
         for node in nodes:
             if node.defined:
@@ -460,13 +469,15 @@ class LiveCore(EvictionCore):
             self._evict(storage)
         if failed is not None:
             raise RematError(
-                f"a tensor could not be made again; it now holds not-a-number: {failed!s}",
-                fix="use mode='planned', or no budget, for this model",
+                "a tensor could not be recomputed; it is now filled with NaN",
+                code="remat.restore_failed",
+                found=str(failed),
+                fix="Use mode='planned', or no budget, for this model.",
             ) from failed
 
 
 def _poison(place: StorageBytes, *, always: bool = False) -> None:
-    """Never leave a storage empty, reading it would end the process; 255s are not-a-number."""
+    """Fill a storage with 255 (NaN): reading an empty one would crash the process."""
     actual = place.ref()
     if actual is not None and (always or actual.nbytes() < place.nbytes):
         actual.resize_(place.nbytes)

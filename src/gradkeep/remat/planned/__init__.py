@@ -1,1 +1,1 @@
-"""Training steps that follow a plan of eviction and recomputation."""
+"""Training within a budget by a plan made from recorded steps."""

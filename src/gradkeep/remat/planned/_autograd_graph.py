@@ -1,9 +1,9 @@
-"""The autograd graph around saved tensors: names, scalars and edges of its nodes.
+"""The autograd graph below saved tensors: names, scalars and edges of its nodes.
 
-Whatever changes in a step (a layer skipped, an operator swapped, another scalar) changes this graph.
-A recording notes all of it. A run looks only at what it will make again: from a tensor that is about
-to be dropped down to the tensors that it would be made from, every node once, about a microsecond
-each, before the tensor is let go.
+Any change in a step (a skipped layer, another operator, another scalar) changes this graph. A recording
+stores all of it. A run checks only what it will recompute: from a tensor that is about to be dropped
+down to the tensors that it would be recomputed from, every node once, about a microsecond each, before
+the tensor is dropped.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _LEAF = 2**64 - 1
-"""The sequence number of nodes that gather a parameter's gradient."""
+"""Sequence number of nodes that accumulate a parameter's gradient."""
 _NONE = -1
 _WITH_NUMBERS = ("_raw_saved_other", "_raw_saved_self")
-"""Where products and quotients keep a Python number: as a tensor that no hook has seen."""
-_ONE_NAME = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
-"""Which of these a reshape becomes depends on whether a mode watches it."""
+"""Attributes of products and quotients that store a Python number as a tensor without hooks."""
+_CANONICAL_NAMES = {
+    "ReshapeAliasBackward0": "ViewBackward0",
+    "UnsafeViewBackward0": "ViewBackward0",
+}
+"""Nodes of a reshape whose type depends on whether a mode is active."""
 
 
 class GraphNode(NamedTuple):
-    """A node: its name, its scalars, and for each parent a number and which of its results is meant.
+    """A node: its name, its scalars, and a number and output index per parent.
 
-    Numbers are given in the order of first sight; a parameter stands as a negative number of its own.
+    Nodes are numbered in the order of the first visit; a parameter is a negative number of its own.
     """
 
     name: str
@@ -37,21 +40,21 @@ class GraphNode(NamedTuple):
 
 
 class GraphBelow(NamedTuple):
-    """Where a saved tensor stands in the graph."""
+    """Position of a saved tensor in the graph."""
 
     node: int
-    """The number of the node that made it; -1 for none."""
+    """Number of the node that made it; -1 for none."""
     result: int
-    """Which of the node's results it is."""
+    """Output index of the node."""
     new: tuple[tuple[int, GraphNode], ...]
-    """Nodes below it that were not seen before, with their numbers."""
+    """Nodes below it that were not visited before, with their numbers."""
 
 
-_NOWHERE = GraphBelow(_NONE, 0, ())
+_NO_NODE = GraphBelow(_NONE, 0, ())
 
 
 class GraphWalk:
-    """The nodes of one step seen so far."""
+    """Visited nodes of one step."""
 
     __slots__ = ("_numbers",)
 
@@ -59,17 +62,17 @@ class GraphWalk:
         self._numbers: dict[int, int] = {}
 
     def below(self, tensor: torch.Tensor) -> GraphBelow:
-        """Everything below a tensor that was not seen before."""
+        """Return everything below a tensor that was not visited before."""
         node: Any = tensor.grad_fn
         if node is None:
-            return _NOWHERE
+            return _NO_NODE
         numbers = self._numbers
         sequence = node._sequence_nr()
         first = numbers.get(sequence)
         if first is not None:
             return GraphBelow(first, tensor.output_nr, ())
         first = numbers[sequence] = len(numbers)
-        found = []
+        new_nodes = []
         stack = [(first, node)]
         while stack:
             number, node = stack.pop()
@@ -85,37 +88,37 @@ class GraphWalk:
                         stack.append((at, parent))
                 parents += (at, result)
             scalars = _scalars(node, above)
-            found.append((number, GraphNode(_name(node), scalars, tuple(parents))))
-        return GraphBelow(first, tensor.output_nr, tuple(found))
+            new_nodes.append((number, GraphNode(_name(node), scalars, tuple(parents))))
+        return GraphBelow(first, tensor.output_nr, tuple(new_nodes))
 
     def mark(self, tensor: torch.Tensor) -> None:
-        """Take a tensor as it is: no look at what lies below it."""
+        """Mark a tensor's node as visited without visiting the graph below it."""
         node = tensor.grad_fn
         if node is not None:
             self._numbers.setdefault(node._sequence_nr(), len(self._numbers))
 
 
 class GraphExpectations:
-    """Turns what was recorded into what a run must find, which looks at fewer tensors."""
+    """Convert recorded graphs into the graphs that a run visits, which skips some tensors."""
 
     def __init__(self, seen: Iterable[GraphBelow]) -> None:
         self._nodes = {number: walked for one in seen for number, walked in one.new}
         self._numbers: dict[int, int] = {}
 
     def mark(self, seen: GraphBelow) -> None:
-        """The run takes this tensor as it is."""
+        """Mark a tensor that the run does not look below."""
         if seen.node != _NONE:
             self._numbers.setdefault(seen.node, len(self._numbers))
 
     def below(self, seen: GraphBelow) -> GraphBelow:
-        """The run looks below this tensor, in the same order as `GraphWalk.below`."""
+        """Return what the run visits below a tensor, in the same order as `GraphWalk.below`."""
         numbers = self._numbers
         if seen.node == _NONE:
-            return _NOWHERE
+            return _NO_NODE
         if seen.node in numbers:
             return GraphBelow(numbers[seen.node], seen.result, ())
         first = numbers[seen.node] = len(numbers)
-        found = []
+        new_nodes = []
         stack = [seen.node]
         while stack:
             number = stack.pop()
@@ -126,12 +129,12 @@ class GraphExpectations:
                     numbers[at] = len(numbers)
                     stack.append(at)
                 parents += (numbers[at] if at >= 0 else at, result)
-            found.append((numbers[number], walked._replace(parents=tuple(parents))))
-        return GraphBelow(first, seen.result, tuple(found))
+            new_nodes.append((numbers[number], walked._replace(parents=tuple(parents))))
+        return GraphBelow(first, seen.result, tuple(new_nodes))
 
 
-def leaf_of(tensor: torch.Tensor) -> int | None:
-    """Which parameter a tensor is, or is a view of; tells apart two models of one shape."""
+def parameter_id(tensor: torch.Tensor) -> int | None:
+    """Return the id of the parameter that a tensor is or views, to distinguish models of one shape."""
     if isinstance(tensor, Parameter):
         return id(tensor)
     node = tensor.grad_fn
@@ -143,7 +146,7 @@ def leaf_of(tensor: torch.Tensor) -> int | None:
 
 
 def _leaf(node: Any) -> int:
-    # Parameters stay from step to step; a batch that wants gradients is new each time.
+    # Parameters persist across steps; an input that requires gradients is new each time.
     leaf = getattr(node, "variable", None)
     return -2 - id(leaf) if isinstance(leaf, Parameter) else _NONE
 
@@ -153,7 +156,7 @@ def _name(node: Any) -> str:
     name = _NAMES.get(kind)
     if name is None:
         name = node.name()
-        name = _NAMES[kind] = _ONE_NAME.get(name, name)
+        name = _NAMES[kind] = _CANONICAL_NAMES.get(name, name)
     return name
 
 
@@ -161,22 +164,22 @@ def _scalars(node: Any, parents: tuple[tuple[Any, int], ...]) -> tuple[Any, ...]
     kind = type(node)
     readers = _READERS.get(kind)
     if readers is None:
-        readers = _READERS[kind] = _readers_of(kind)
+        readers = _READERS[kind] = _build_readers(kind)
     plain, numbers = readers
-    found = tuple([read(node) for read in plain]) if plain else ()
-    # A number has no node: where all operands have one, there is none to read. Reading takes 1 us.
+    scalars = tuple([read(node) for read in plain]) if plain else ()
+    # A number operand has no node; if all operands have one, skip reading (1 us).
     if numbers and (not parents or any(parent is None for parent, _ in parents)):
-        found += tuple([read(node) for read in numbers])
-    return found
+        scalars += tuple([read(node) for read in numbers])
+    return scalars
 
 
 _NAMES: dict[type, str] = {}
 _Readers = tuple[tuple["Callable[[Any], Any]", ...], tuple["Callable[[Any], Any]", ...]]
 _READERS: dict[type, _Readers] = {}
-"""Per type of node: how to read its scalars, and how to read the numbers it was given as operands."""
+"""Per type of node: functions that read its scalars, and functions that read its number operands."""
 
 
-def _readers_of(kind: type) -> _Readers:
+def _build_readers(kind: type) -> _Readers:
     names = set(dir(kind))
     plain = [
         getattr(kind, name).__get__
@@ -190,13 +193,13 @@ def _readers_of(kind: type) -> _Readers:
 def _number_reader(name: str) -> Callable[[Any], Any]:
     def read(node: Any) -> Any:
         raw = getattr(node, name)
-        # What a hook has packed is a tensor; unpacking it here could run anything.
+        # A hook has packed a tensor; unpacking it here could have side effects.
         if getattr(raw, "unpack_hook", raw) is not None:
             return None
         value = raw.data
         if value is None or value.dim():
             return None
-        # A mode would be handed the number where it expects a tensor.
+        # Hide the number from dispatch modes, which expect a tensor.
         with torch._C._DisableTorchDispatch():
             return value.item()
 

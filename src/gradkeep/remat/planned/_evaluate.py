@@ -1,7 +1,7 @@
-"""What a plan costs and how many bytes it takes, event by event, without running anything.
+"""Predict the cost and the memory of a plan, event by event, without running anything.
 
-The same pass gives the programs: at which request which operators run again, what they leave for
-later requests, and until when their sources are held. So a run does what was simulated.
+The same pass gives the rebuild programs: which operators run again at which request, what they retain for
+later requests, and until when their sources are held. So a run does exactly what was predicted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradkeep.remat._rerun import TensorRef, bytes_on_the_way
+from gradkeep.remat._rerun import TensorRef, count_temporary_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,29 +28,29 @@ class DropCandidate:
     value: int
     size: int
     first_pack: int
-    """The event after which it may go, as far as autograd is concerned."""
-    gone: int
-    """The event from which on its bytes are free if it is dropped."""
-    asks: tuple[int, ...]
-    """Positions in the order of asking."""
+    """Event after which autograd allows dropping it."""
+    free_from: int
+    """First event at which its bytes are free if it is dropped."""
+    requests: tuple[int, ...]
+    """Positions in the order of requests."""
     cost: float
-    """Seconds to make it again if every other saved value is there."""
+    """Seconds to recompute it if every other saved value is in memory."""
     recipe: frozenset[int]
-    """The operators that do."""
+    """Operators that recompute it."""
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A trace with everything that evaluating a plan needs, looked up once."""
+    """A trace with everything needed to evaluate plans."""
 
     trace: StepTrace
     candidates: tuple[DropCandidate, ...]
     saved: dict[int, int]
-    """Values that autograd saves and that stay as they are, with the event of their first pack."""
+    """Saved values that are never overwritten, with the event of their first pack."""
     random_state: dict[int, int]
-    """Random operators that can run again, with the slot before which the generator's state counts."""
+    """Random operators that can run again, with the slot at which the generator's state is taken."""
     known: dict[int, int]
-    """For each candidate's value: the event at which all its sources have been saved."""
+    """Per candidate value: the event at which all its sources have been saved."""
     levels: list[int] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
     """Bytes of the storage of each value."""
@@ -59,12 +59,12 @@ class PlanningProblem:
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at once if nothing is dropped."""
+        """Largest number of bytes alive at once if nothing is dropped."""
         return max(self.levels, default=0)
 
 
-def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
-    """Find the candidates."""
+def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
+    """Find the candidates of a trace."""
     saved: dict[int, int] = {}
     slots_of: dict[int, list[int]] = {}
     versions: dict[int, set[int]] = {}
@@ -72,26 +72,26 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         saved.setdefault(slot.value, slot.event)
         slots_of.setdefault(slot.value, []).append(number)
         versions.setdefault(trace.values[slot.value].storage, set()).add(slot.value)
-    asks: dict[int, list[int]] = {}
+    requests: dict[int, list[int]] = {}
     for at, number in enumerate(trace.order):
-        asks.setdefault(trace.slots[number].value, []).append(at)
+        requests.setdefault(trace.slots[number].value, []).append(at)
     random_state = _random_states(trace)
-    # Of a saved tensor whose storage is written to later only its own part is what it was: what
-    # else the storage held is gone, so nothing is made from it.
+    # If a saved tensor's storage is written to later, the rest of the storage is lost, so nothing
+    # is recomputed from it.
     written = {
         value
         for operation in trace.operations[: trace.lengths.operations]
         for value in operation.overwrites
     }
-    # Nor is anything made from what has another size each time.
+    # Nothing is recomputed from tensors whose size varies.
     written |= {slot.value for slot in trace.slots if slot.varies}
-    whole = {value: event for value, event in saved.items() if value not in written}
+    intact = {value: event for value, event in saved.items() if value not in written}
     lasting = {value: source for value, source in trace.sources.items() if value not in written}
     trace = replace(trace, sources=lasting)
-    makeable = _find_makeable(trace, whole, random_state)
+    makeable = _find_makeable(trace, intact, random_state)
     sizes = tuple(trace.storages[value.storage].size for value in trace.values)
-    costs = tuple(map(_again_seconds, trace.operations))
-    found = []
+    costs = tuple(map(_estimate_rerun_seconds, trace.operations))
+    candidates = []
     known = {}
     for value, pack in saved.items():
         stored = trace.storages[trace.values[value].storage]
@@ -103,35 +103,36 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
             continue
         if any(trace.slots[number].varies for number in slots_of[value]):
             continue
-        recipe, starts = _recipe_of(trace, whole, value)
-        # Before all it is made from has been saved, it cannot be let go.
-        known[value] = max([pack, *(whole.get(start, 0) for start in starts)])
-        gone = max(stored.natural, known[value] + 1)
-        asked = asks.get(value, [])
-        first = trace.asked[asked[0]] if asked else stored.death
-        if gone >= min(first, stored.death):
-            continue  # whoever holds it holds it until it is asked for: nothing to gain
+        recipe, starts = _find_recipe(trace, intact, value)
+        # It cannot be dropped before all its sources are saved.
+        known[value] = max([pack, *(intact.get(start, 0) for start in starts)])
+        free_from = max(stored.natural, known[value] + 1)
+        own_requests = requests.get(value, [])
+        first = trace.request_events[own_requests[0]] if own_requests else stored.death
+        if free_from >= min(first, stored.death):
+            continue  # something else holds it until it is requested: nothing to gain
         cost = sum(costs[number] for number in recipe)
-        found.append(DropCandidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
+        candidates.append(
+            DropCandidate(value, stored.size, pack, free_from, tuple(own_requests), cost, recipe)
+        )
     return PlanningProblem(
-        trace, tuple(found), whole, random_state, known, trace.levels(), sizes, costs
+        trace, tuple(candidates), intact, random_state, known, trace.levels(), sizes, costs
     )
 
 
-def _again_seconds(operation: TracedOperation) -> float:
-    """What it costs to run an operator once more, long after it ran first."""
+def _estimate_rerun_seconds(operation: TracedOperation) -> float:
+    """Estimate the seconds of running an operator again, long after its first run."""
     shown = [arg.geometry for arg in operation.args if isinstance(arg, TensorRef)]
-    shown += [made.geometry for made in operation.makes]
+    shown += [result.geometry for result in operation.makes]
     touched = sum(math.prod(geometry.size) * geometry.dtype.itemsize for geometry in shown)
-    # What running one operator again costs beside the operator: its arguments are put together.
-    # What every byte that it reads or makes costs more than in the recorded step: there it was
-    # fresh in the cache. The time of small element-wise operators doubles by that.
+    # 15 us to build its arguments, and 0.04 ns for every byte that it reads or writes: in the
+    # recorded step they were in the cache. This doubles the time of small element-wise operators.
     return operation.cost + 15e-6 + 4e-11 * touched
 
 
 def _random_states(trace: StepTrace) -> dict[int, int]:
-    """A state taken at a pack holds for the first random operator after it, and for no other."""
-    found: dict[int, int] = {}
+    """Map random operators to slots: a state taken at a pack is valid for the next random operator only."""
+    slots: dict[int, int] = {}
     slot: int | None = None
     fresh = False
     for event in trace.events:
@@ -139,15 +140,15 @@ def _random_states(trace: StepTrace) -> dict[int, int]:
             slot, fresh = event.number, True
         elif event.kind == "op" and trace.operations[event.number].random:
             if fresh and slot is not None:
-                found[event.number] = slot
+                slots[event.number] = slot
             fresh = False
-    return found
+    return slots
 
 
 def _find_makeable(
     trace: StepTrace, saved: dict[int, int], random_state: dict[int, int]
 ) -> set[int]:
-    """The values whose operators can be run again; makers come before readers."""
+    """Find the values that can be recomputed; makers come before readers."""
     makeable: set[int] = set()
     for number, value in enumerate(trace.values):
         operation = None if value.maker is None else trace.operations[value.maker]
@@ -155,17 +156,17 @@ def _find_makeable(
             continue
         if operation.random and value.maker not in random_state:
             continue
-        # What is overwritten must be a value of our own, made for this.
+        # An overwritten value must itself be recomputed.
         missing = operation.reads - saved.keys() - trace.sources.keys()
         if makeable.issuperset(operation.overwrites) and makeable.issuperset(missing):
             makeable.add(number)
     return makeable
 
 
-def _recipe_of(
+def _find_recipe(
     trace: StepTrace, saved: dict[int, int], value: int
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The operators that make a value, and the saved values and constants that they start from."""
+    """Return the operators that recompute a value, and the saved values and constants that they start from."""
     operations: set[int] = set()
     starts: set[int] = set()
     stack = [(value, True)]
@@ -184,45 +185,46 @@ def _recipe_of(
 
 
 class Treatment(IntEnum):
-    """What happens to a saved value."""
+    """Treatment of a saved value."""
 
     KEEP = 0
     DROP = 1
-    """Make it again at the first request, and keep it until the last."""
-    AGAIN = 2
-    """Make it again at every request; nothing is kept on the way."""
-    TOGETHER = 3
-    """As DROP, but made as soon as an operator that it needs runs for another value."""
+    """Recompute it at the first request, and keep it until the last."""
+    REPEAT = 2
+    """Recompute it at every request; retain no intermediate values."""
+    JOINT = 3
+    """As DROP, but recomputed as soon as an operator that it needs runs for another value."""
     LATE = 4
-    """As DROP near its last request, as AGAIN before: what an early rebuild makes on the way, as the
-    encoder of a U-Net for its decoder, does not stay until the end."""
+    """As DROP near its last request, as REPEAT before: intermediate values of an early rebuild, such as
+    the encoder of a U-Net for its decoder, do not stay until the end.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """The work at one request."""
+    """Operators to run at one request."""
 
     at: int
-    """Position in the order of asking."""
+    """Position in the order of requests."""
     value: int
     operations: tuple[int, ...]
     sources: frozenset[int]
-    """Values that must be there."""
-    kept: frozenset[int]
-    """Made values that stay for later requests."""
+    """Values that must be in memory."""
+    retained: frozenset[int]
+    """Recomputed values that stay for later requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanEvaluation:
-    """A plan's price."""
+    """Predicted cost of a plan."""
 
     seconds: float
     peak: int
-    where: int
-    """The event of the peak."""
+    peak_event: int
+    """Event of the peak."""
     rebuilds: tuple[Rebuild, ...]
     last_use: dict[int, int]
-    """For sources: the last position in the order of asking at which a rebuild needs them."""
+    """Last position in the order of requests at which a rebuild needs each source."""
     levels: np.ndarray[Any, np.dtype[np.int64]]
     """Bytes alive at each event."""
 
@@ -232,20 +234,20 @@ class PlanEvaluation:
 
 
 class _CachedRebuild(NamedTuple):
-    """A rebuild, and what it was found for: the codes of the candidates that were looked at."""
+    """A rebuild with the codes of the candidates that it depends on."""
 
-    given: tuple[tuple[int, int], ...]
+    conditions: tuple[tuple[int, int], ...]
     rebuild: Rebuild
     seconds: float
     change: tuple[tuple[int, int], ...]
     burst: tuple[int, int]
-    """Bytes that are taken at an event, beyond what stays."""
+    """Event, and bytes taken at it beyond what stays."""
     present: tuple[int, ...]
-    """Candidates that are kept for later requests."""
+    """Candidates retained for later requests."""
 
 
 class PlanEvaluator:
-    """Evaluates many plans of one problem; a plan is a state per candidate."""
+    """Evaluate many plans of one problem; a plan is a state per candidate."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
@@ -261,42 +263,42 @@ class PlanEvaluator:
             sum(problem.sizes[m.value] for m in operation.makes if m.position >= 0)
             for operation in trace.operations
         ]
-        self._passing = [
-            bytes_on_the_way(operation.args) if operation.apart else 0
+        self._temporary_bytes = [
+            count_temporary_bytes(operation.args) if operation.first_result else 0
             for operation in trace.operations
         ]
-        """Bytes that running an operator again takes for as long as it runs."""
+        """Bytes that an operator allocates only while it runs again."""
         self._cost = problem.costs
         self._asks = sorted(
-            (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
+            (at, index) for index, c in enumerate(problem.candidates) for at in c.requests
         )
-        self._absent = [
+        self._freed_bytes = [
             (
-                (c.gone, -c.size),
+                (c.free_from, -c.size),
                 (trace.storages[self._storage[c.value]].death, c.size),
             )
             for c in problem.candidates
         ]
-        """What dropping each candidate frees, until it is made again."""
+        """Bytes that dropping each candidate frees until it is recomputed."""
         needed: dict[int, list[int]] = {}
         for index, candidate in enumerate(problem.candidates):
             for number in candidate.recipe:
                 needed.setdefault(number, []).append(index)
         self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
-        """Per operator the candidates that need it, if several do."""
-        # The last request is near if it comes within this part of all requests.
-        self._near = len(trace.order) // 8
-        self._memory: dict[int, list[_CachedRebuild]] = {}
+        """Candidates that need each operator, if several do."""
+        # The last request is near if it comes within an eighth of all requests.
+        self._near_requests = len(trace.order) // 8
+        self._cached: dict[int, list[_CachedRebuild]] = {}
         self.work = 0
-        """Operators in all rebuilds that had to be worked out so far."""
+        """Operators in all rebuilds computed so far."""
         self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
-        """Values that are at hand unless dropped, from an event on."""
+        """Values available unless dropped, with the event from which they are."""
 
     def __call__(self, states: Sequence[int]) -> PlanEvaluation:
-        """Go through the requests in order."""
+        """Evaluate a plan by walking through the requests in order."""
         problem, trace = self.problem, self.problem.trace
-        candidates, asked = problem.candidates, trace.asked
-        # Per candidate: twice its state, plus one while it is made again and kept.
+        candidates, request_events = problem.candidates, trace.request_events
+        # Per candidate: twice its state, plus one while it is recomputed and retained.
         codes = [2 * state for state in states]
         change: list[tuple[int, int]] = []
         bursts: list[tuple[int, int]] = []
@@ -305,14 +307,14 @@ class PlanEvaluator:
         seconds = 0.0
         for index, code in enumerate(codes):
             if code:
-                change += self._absent[index]
+                change += self._freed_bytes[index]
         for at, index in self._asks:
             code = codes[index]
             if not code:
                 continue
             candidate = candidates[index]
             if code & 1:
-                if candidate.asks[-1] == at:
+                if candidate.requests[-1] == at:
                     codes[index] = code - 1
                 continue
             known = self._rebuild(candidate.value, at, codes)
@@ -328,8 +330,8 @@ class PlanEvaluator:
             stored = trace.storages[self._storage[source]]
             own = self._index.get(source)
             dropped = own is not None and states[own]
-            if not dropped and not stored.constant and stored.death <= asked[at]:
-                change += [(stored.death, stored.size), (asked[at] + 1, -stored.size)]
+            if not dropped and not stored.constant and stored.death <= request_events[at]:
+                change += [(stored.death, stored.size), (request_events[at] + 1, -stored.size)]
         levels = self._base
         if change:
             step = np.zeros(len(levels) + 1, dtype=np.int64)
@@ -339,45 +341,45 @@ class PlanEvaluator:
             for event, burst in bursts:
                 if burst > 0:
                     levels[event] += burst
-        where = int(levels.argmax()) if len(levels) else 0
-        peak = int(levels[where]) if len(levels) else 0
-        return PlanEvaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
+        peak_event = int(levels.argmax()) if len(levels) else 0
+        peak = int(levels[peak_event]) if len(levels) else 0
+        return PlanEvaluation(seconds, peak, peak_event, tuple(rebuilds), last_use, levels)
 
     def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
-        """The work at a request; many plans agree on it, so it is looked up first."""
-        entries = self._memory.setdefault(at, [])
+        """Return the rebuild at a request, from the cache if possible: many plans share it."""
+        entries = self._cached.setdefault(at, [])
         for entry in entries:
-            for index, code in entry.given:
+            for index, code in entry.conditions:
                 if codes[index] != code:
                     break
             else:
                 return entry
         entry = self._build(value, at, codes)
         entries.append(entry)
-        if len(entries) > 20:  # more are seldom met again
+        if len(entries) > 20:  # more are seldom reused
             del entries[0]
         return entry
 
     def _build(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
-        """The operators that bring a value back, their cost, and the bytes they take on the way."""
+        """Find the operators that recompute a value, their cost and the bytes they take."""
         trace, candidates = self.problem.trace, self.problem.candidates
-        event = trace.asked[at]
+        event = trace.request_events[at]
         index, ready, maker = self._index, self._ready, self._maker
         operations: set[int] = set()
         sources: set[int] = set()
         forced: set[int] = set()
-        given: dict[int, int] = {}
+        conditions: dict[int, int] = {}
         stack = [(value, True)]
         roots = {value}
         news: list[int] = []
         while stack or news:
             if not stack:
-                # Whoever needs what was just made, and will be asked for, is made along.
+                # Also recompute joint candidates that share the operator and are requested later.
                 for other in self._sharing[news.pop()]:
-                    given[other] = codes[other]
+                    conditions[other] = codes[other]
                     mate = candidates[other]
-                    wanted = codes[other] == 2 * Treatment.TOGETHER and mate.value not in roots
-                    if wanted and mate.asks and mate.asks[-1] > at:
+                    is_joint = codes[other] == 2 * Treatment.JOINT and mate.value not in roots
+                    if is_joint and mate.requests and mate.requests[-1] > at:
                         roots.add(mate.value)
                         stack.append((mate.value, True))
                 continue
@@ -385,7 +387,7 @@ class PlanEvaluator:
             if not must:
                 own = index.get(current)
                 if own is not None:
-                    given[own] = codes[own]
+                    conditions[own] = codes[own]
                 if own is not None and codes[own]:
                     there = bool(codes[own] & 1)
                 else:
@@ -404,41 +406,41 @@ class PlanEvaluator:
                 stack += [(read, read in self._forced[number]) for read in self._reads[number]]
         order = sorted(operations)
         self.work += len(order)
-        kept: set[int] = set()
+        retained: set[int] = set()
         for number in order:
-            for made in self._makes[number]:
-                own = index.get(made)
+            for result in self._makes[number]:
+                own = index.get(result)
                 if own is None:
                     continue
-                given[own] = codes[own]
-                asks = candidates[own].asks
-                if made in forced or not asks or (made != value and asks[-1] <= at):
+                conditions[own] = codes[own]
+                requests = candidates[own].requests
+                if result in forced or not requests or (result != value and requests[-1] <= at):
                     continue
-                late = codes[own] == 2 * Treatment.LATE and asks[-1] - at <= self._near
-                if late or codes[own] in (2 * Treatment.DROP, 2 * Treatment.TOGETHER):
-                    kept.add(made)
+                late = codes[own] == 2 * Treatment.LATE and requests[-1] - at <= self._near_requests
+                if late or codes[own] in (2 * Treatment.DROP, 2 * Treatment.JOINT):
+                    retained.add(result)
         change: list[tuple[int, int]] = []
         arrived = 0
         present = []
-        for made in sorted(kept):
-            own = index[made]
+        for result in sorted(retained):
+            own = index[result]
             size = candidates[own].size
-            change += [(event, size), (trace.storages[self._storage[made]].death, -size)]
+            change += [(event, size), (trace.storages[self._storage[result]].death, -size)]
             arrived += size
-            if candidates[own].asks[-1] > at:
+            if candidates[own].requests[-1] > at:
                 present.append(own)
-        if value not in kept:
+        if value not in retained:
             candidate = candidates[index[value]]
             end = trace.freed[at]
-            if at == candidate.asks[-1]:
-                # Whoever asks last may pass it on.
+            if at == candidate.requests[-1]:
+                # The last reader may return it as a gradient.
                 end = max(end, trace.storages[self._storage[value]].death)
             change += [(event, candidate.size), (end, -candidate.size)]
             arrived += candidate.size
-        burst = self._burst(order, kept | {value}) - arrived
+        burst = self._burst(order, retained | {value}) - arrived
         return _CachedRebuild(
-            given=tuple(given.items()),
-            rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(kept)),
+            conditions=tuple(conditions.items()),
+            rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(retained)),
             seconds=sum(self._cost[number] for number in order),
             change=tuple(change),
             burst=(event, burst),
@@ -446,27 +448,27 @@ class PlanEvaluator:
         )
 
     def _burst(self, order: Sequence[int], stay: set[int]) -> int:
-        """The most bytes that these operators take at once, what stays included."""
+        """Return the largest number of bytes that these operators take at once, retained values included."""
         last: dict[int, int] = {}
         for number in order:
             for read in self._reads[number]:
                 last[self._storage[read]] = number
-            for made in self._makes[number]:
-                last[self._storage[made]] = number
+            for result in self._makes[number]:
+                last[self._storage[result]] = number
         staying = {self._storage[value] for value in stay}
         ends: dict[int, list[int]] = {}
         sizes = self.problem.sizes
         mine: set[int] = set()
         for number in order:
-            for made in self._makes[number]:
-                storage = self._storage[made]
+            for result in self._makes[number]:
+                storage = self._storage[result]
                 if storage not in mine:
                     mine.add(storage)
                     if storage not in staying:
-                        ends.setdefault(last[storage], []).append(sizes[made])
+                        ends.setdefault(last[storage], []).append(sizes[result])
         level = most = 0
         for number in order:
             level += self._takes[number]
-            most = max(most, level + self._passing[number])
+            most = max(most, level + self._temporary_bytes[number])
             level -= sum(ends.get(number, ()))
         return most

@@ -1,4 +1,4 @@
-"""`memory_budget`: train inside a number of bytes, without changing the model."""
+"""`memory_budget`: train within a number of bytes, without changing the model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gradkeep._budgets import format_bytes, parse_budget, parse_bytes
 from gradkeep.errors import BudgetError, RematError, StepChangedError
 from gradkeep.remat.planned._evaluate import Treatment
 from gradkeep.remat.planned._plan_cache import read_plans, write_plans
-from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner, floor_of
+from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner, find_floor
 from gradkeep.remat.planned._search import search_plan
-from gradkeep.remat.planned._session import BudgetSession, session_here, stash
+from gradkeep.remat.planned._session import BudgetSession, current_session, stash
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
@@ -36,41 +36,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DroppedActivation:
-    """A saved tensor that is made again."""
+    """A saved tensor that is recomputed."""
 
     layer: str
     operator: str
     shape: tuple[int, ...]
     bytes: int
     seconds: float
-    """To make it again from saved values around it."""
+    """Time to recompute it from saved values around it."""
     again: bool
-    """Made anew at every request, instead of once."""
+    """Recomputed at every request instead of once."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         times = ", at every request" if self.again else ""
         return (
             f"{self.operator} {shape} in {self.layer or 'the step'}: frees {format_bytes(self.bytes)}, "
-            f"{self.seconds * 1e3:.2f} ms to make again{times}"
+            f"{self.seconds * 1e3:.2f} ms to recompute{times}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a plan does and why."""
+    """Predicted effect of a plan, and the saved tensors that it drops.
+
+    Attributes:
+        budget: Bytes.
+        peak: Bytes of the step without a budget.
+        floor: Smallest budget for which a plan was found, in bytes.
+        predicted_peak: Bytes of the step within the budget.
+        predicted_slowdown: Time of a step divided by its time without a budget.
+        candidates: Number of saved tensors that can be recomputed.
+        dropped: Saved tensors that are dropped, cheapest per byte first.
+        planning_seconds: Time that planning took.
+    """
 
     budget: int
     peak: int
-    """Bytes without a budget."""
     floor: int
-    """The least budget for which a plan was found."""
     predicted_peak: int
     predicted_slowdown: float
-    """Time of a step by time without a budget."""
     candidates: int
     dropped: tuple[DroppedActivation, ...]
-    """The cheapest per byte first."""
     planning_seconds: float
 
     def __str__(self) -> str:
@@ -84,8 +91,8 @@ class Explanation:
                 f"time x{self.predicted_slowdown:.3f}"
             ),
             (
-                f"dropped: {len(self.dropped)} of {self.candidates} saved tensors that can be made again, "
-                "those that cost least per byte first"
+                f"dropped: {len(self.dropped)} of {self.candidates} saved tensors that can be recomputed, "
+                "cheapest per byte first"
             ),
         ]
         lines += [f"  {value}" for value in self.dropped[:20]]
@@ -96,37 +103,44 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class BudgetReport:
-    """How the steps so far went."""
+    """Counts and measurements of the steps so far.
+
+    Attributes:
+        planned: Steps that followed a plan.
+        recorded: Steps that were recorded.
+        unplanned: Steps that kept everything, because no plan matched.
+        undone: Steps that were undone, because a recomputed value differed.
+        online: Steps that ran in the online runtime.
+        evicting: Report of the online runtime on the latest block.
+        budget: Bytes, of the plan with the largest peak; None without a plan.
+        predicted_peak: Predicted live bytes of that plan.
+        measured_peak: Largest measured number of live tensor bytes of that plan, optimizer states
+            included.
+        recompute_share: Time of recomputation divided by the time of the rest of the step.
+        rss: Largest resident memory of the process in bytes, recordings included; allocators return
+            memory late.
+        cuda_peak: Largest number of bytes allocated by the CUDA allocator, or None.
+        reasons: Why steps kept everything, the latest last.
+    """
 
     planned: int
-    """Steps that followed a plan."""
     recorded: int
-    kept: int
-    """Steps that kept everything, because no plan fitted."""
+    unplanned: int
     undone: int
-    """Steps that were undone, because a value made again differed."""
     online: int
-    """Steps that were left to the online runtime."""
     evicting: OnlineReport | None
-    """What that did in the latest block."""
     budget: int | None
     predicted_peak: int | None
     measured_peak: int | None
-    """The most live tensor bytes that were measured, states of optimizers included. This, the budget and
-    the prediction are of the plan that took most."""
     recompute_share: float | None
-    """Time spent on making values again, by the time of the rest of the step."""
     rss: int
-    """The process's largest resident memory so far, recordings included; allocators give back late."""
     cuda_peak: int | None
-    """The largest number of bytes that the CUDA allocator gave out."""
     reasons: tuple[str, ...]
-    """Why steps kept everything, the latest last."""
 
     def __str__(self) -> str:
         lines = [
             (
-                f"steps: {self.planned} planned, {self.recorded} recorded, {self.kept} kept everything, "
+                f"steps: {self.planned} planned, {self.recorded} recorded, {self.unplanned} kept everything, "
                 f"{self.undone} undone" + (f", {self.online} online" if self.online else "")
             )
         ]
@@ -151,12 +165,18 @@ class BudgetReport:
 
 @dataclass(frozen=True, slots=True)
 class BudgetPoint:
-    """What a budget costs."""
+    """Predicted cost of a budget.
+
+    Attributes:
+        budget: Bytes.
+        fits: True if a plan fits the budget.
+        peak: Predicted bytes of the best plan; if it does not fit, the smallest peak found.
+        slowdown: Time of a step divided by its time without a budget.
+    """
 
     budget: int
     fits: bool
     peak: int
-    """Predicted, of the best plan; if it does not fit, the least that was found."""
     slowdown: float
 
     def __str__(self) -> str:
@@ -168,34 +188,34 @@ class BudgetPoint:
 def budget_point(plan: StepPlan, budget: int, settings: BudgetSettings) -> BudgetPoint:
     """Plan a recorded step for a budget."""
     problem = plan.compiled.problem
-    found = search_plan(problem, budget, seed=settings.seed, effort=settings.effort)
-    slowdown = 1 + found.evaluation.seconds / max(problem.trace.seconds, 1e-9)
-    return BudgetPoint(budget, found.fits, found.evaluation.peak, slowdown)
+    best = search_plan(problem, budget, seed=settings.seed, effort=settings.effort)
+    slowdown = 1 + best.evaluation.seconds / max(problem.trace.seconds, 1e-9)
+    return BudgetPoint(budget, best.fits, best.evaluation.peak, slowdown)
 
 
 def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
-    """Tell what a plan drops; finding the floor takes as long as planning."""
+    """Explain what a plan drops; finding the floor takes as long as planning."""
     problem, trace = plan.compiled.problem, plan.compiled.trace
     evaluation = plan.compiled.evaluation
-    found = []
+    dropped = []
     for candidate, state in zip(problem.candidates, plan.compiled.states, strict=True):
         if state == Treatment.KEEP:
             continue
         maker = trace.values[candidate.value].maker
         assert maker is not None
         operation = trace.operations[maker]
-        made = next(made for made in operation.makes if made.value == candidate.value)
-        found.append(
+        result = next(result for result in operation.makes if result.value == candidate.value)
+        dropped.append(
             DroppedActivation(
                 layer=operation.layer,
                 operator=operation.name,
-                shape=made.geometry.size,
+                shape=result.geometry.size,
                 bytes=candidate.size,
                 seconds=candidate.cost,
-                again=state == Treatment.AGAIN,
+                again=state == Treatment.REPEAT,
             )
         )
-    least = floor_of(problem, seed=settings.seed, effort=settings.effort)
+    least = find_floor(problem, seed=settings.seed, effort=settings.effort)
     lowest = least.evaluation.peak + plan.reserve
     floor = min(lowest, plan.predicted_peak if plan.drops else plan.peak)
     return Explanation(
@@ -205,30 +225,30 @@ def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
         predicted_peak=plan.predicted_peak,
         predicted_slowdown=1 + evaluation.seconds / max(trace.seconds, 1e-9),
         candidates=len(problem.candidates),
-        dropped=tuple(sorted(found, key=lambda value: value.seconds / value.bytes)),
+        dropped=tuple(sorted(dropped, key=lambda value: value.seconds / value.bytes)),
         planning_seconds=plan.seconds,
     )
 
 
 def budget_report(planner: StepPlanner) -> BudgetReport:
-    """Sum up the steps so far."""
+    """Summarize the steps so far."""
     counts = planner.counts
     plan = max(
         planner.plans, key=lambda p: (p.measured_peak or 0, p.predicted_peak), default=planner.last
     )
-    rest = counts.busy - counts.recomputed
+    other_seconds = counts.busy - counts.recomputed
     scale = 1 if sys.platform == "darwin" else 1024
     return BudgetReport(
         planned=counts.planned,
         recorded=counts.recorded,
-        kept=counts.kept,
+        unplanned=counts.unplanned,
         undone=counts.undone,
         online=counts.online,
         evicting=planner.online_fallback.latest,
         budget=None if plan is None else plan.budget,
         predicted_peak=None if plan is None else plan.predicted_peak,
         measured_peak=None if plan is None else plan.measured_peak,
-        recompute_share=counts.recomputed / rest if rest > 0 else None,
+        recompute_share=counts.recomputed / other_seconds if other_seconds > 0 else None,
         rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         cuda_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         reasons=tuple(counts.reasons),
@@ -240,7 +260,12 @@ T = TypeVar("T")
 
 
 class MemoryBudget:
-    """A budget for training steps; made by `memory_budget`."""
+    """A budget for training steps; create it with `memory_budget`.
+
+    Args:
+        settings: Validated options of `memory_budget`.
+        planner: Planner with plans made from existing recordings.
+    """
 
     def __init__(self, settings: BudgetSettings, *, planner: StepPlanner | None = None) -> None:
         self._planner = StepPlanner(settings) if planner is None else planner
@@ -267,18 +292,22 @@ class MemoryBudget:
 
     @contextlib.contextmanager
     def step(self, inputs: Any = None) -> Iterator[Self]:
-        """One training step, whatever it does: several forward and backward passes, accumulation.
+        """Run one training step in a `with` block, including several passes or gradient accumulation.
 
-        `inputs` are tensors, in any nesting, that the step reads: those which autograd does not save
-        can then be read again.
+        Args:
+            inputs: Tensors, in any nesting, that the step reads; they can then be used for recomputation even
+                if autograd does not save them.
+
+        Returns:
+            A context manager.
         """
         with self._step(inputs):
             yield self
 
     @contextlib.contextmanager
     def _step(self, inputs: Any, **options: bool) -> Iterator[None]:
-        given = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        session = BudgetSession(self._planner, automatic=False, inputs=given, **options)
+        tensors = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        session = BudgetSession(self._planner, automatic=False, inputs=tensors, **options)
         session.open()
         try:
             yield
@@ -288,12 +317,11 @@ class MemoryBudget:
         session.close(None)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Decorate a function that does one training step.
+        """Decorate a function that runs one training step.
 
-        If the step turns out to differ from its plan when gradients are already on their way, what it
-        changed is put back and it is run again, keeping everything.
+        If the step differs from its plan when gradients are already being computed, its changes are
+        undone and it runs again without dropping anything.
         """
-
         self._planner.repeatable = True
 
         @functools.wraps(function)
@@ -310,65 +338,128 @@ class MemoryBudget:
 
     @_arguments.checked(RematError)
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Never drop this tensor; call it in every step. Returns the tensor."""
-        session = session_here()
+        """Never drop a tensor; call this in every step.
+
+        Args:
+            tensor: The tensor to keep.
+
+        Returns:
+            The same tensor.
+        """
+        session = current_session()
         if session is not None:
             session.pin(tensor)
         return tensor
 
     @_arguments.checked(RematError)
     def stash(self, tensor: torch.Tensor) -> StashedTensor:
-        """Save a tensor for a hook of the backward pass, where `.get()` gives it back, once.
+        """Save a tensor for a hook of the backward pass.
 
-        Unlike one that is simply held, it may be dropped and made again.
+        Unlike a tensor that the hook holds itself, it may be dropped and recomputed.
+
+        Args:
+            tensor: The tensor to save.
+
+        Returns:
+            A handle whose `.get()` returns the tensor once.
         """
         return stash(tensor)
 
     def explain(self) -> Explanation:
-        """What the latest plan drops and why, its predicted peak and slowdown, and the floor."""
+        """Explain the latest plan: what it drops, its predicted peak and slowdown, and the floor.
+
+        Returns:
+            The explanation; `str` of it is a readable summary.
+
+        Raises:
+            RematError: If there is no plan yet.
+        """
         self._planner.make_plans()
         return explain_plan(self._latest(), self._planner.settings)
 
     def report(self) -> BudgetReport:
-        """How the steps so far went: measured peak, recomputation, resident memory."""
+        """Report on the steps so far: measured peak, recomputation, resident memory.
+
+        Returns:
+            The report; `str` of it is a readable summary.
+        """
         return budget_report(self._planner)
 
-    def anew(self, budget: float | str) -> MemoryBudget:
-        """Another budget for the same steps, planned from the same recordings."""
+    def replan(self, budget: float | str) -> MemoryBudget:
+        """Plan the recorded steps for another budget.
+
+        Args:
+            budget: Bytes, text such as `"2GiB"`, or a fraction of the peak without a budget.
+
+        Returns:
+            A new budget with plans from the same recordings.
+
+        Raises:
+            BudgetError: If a step does not fit the budget.
+        """
         self._planner.make_plans()
         settings = dataclasses.replace(self._planner.settings, budget=parse_budget(budget))
-        return MemoryBudget(settings, planner=self._planner.planned_anew(settings))
+        return MemoryBudget(settings, planner=self._planner.replan(settings))
 
     def curve(self, budgets: Sequence[float | str]) -> tuple[BudgetPoint, ...]:
-        """What each of these budgets would cost the latest plan's step; nothing is run.
+        """Predict the cost of several budgets for the step of the latest plan, without running it.
 
         Cost: seconds of planning per budget.
+
+        Args:
+            budgets: Budgets as in `memory_budget`.
+
+        Returns:
+            One point per budget.
+
+        Raises:
+            RematError: If there is no plan yet.
         """
         self._planner.make_plans()
         plan = self._latest()
         settings = self._planner.settings
-        asked = [dataclasses.replace(settings, budget=parse_budget(budget)) for budget in budgets]
-        return tuple(budget_point(plan, one.bytes_of(plan.peak), one) for one in asked)
+        all_settings = [
+            dataclasses.replace(settings, budget=parse_budget(budget)) for budget in budgets
+        ]
+        return tuple(budget_point(plan, one.bytes_of(plan.peak), one) for one in all_settings)
 
     def _latest(self) -> StepPlan:
         if self._planner.last is None:
             raise RematError(
                 "there is no plan yet",
-                found=f"{self._planner.counts.recorded} recorded steps: {self._planner.missing_plan()}",
-                expected=f"{self._planner.settings.recordings} that do the same",
-                fix="train a few steps inside the budget, all of the same kind",
+                code="remat.no_plan",
+                found=f"{self._planner.counts.recorded} recorded steps: {self._planner.explain_missing_plan()}",
+                expected=f"{self._planner.settings.recordings} identical steps",
+                fix="Train a few steps inside the budget, all of the same kind.",
             )
         return self._planner.last
 
     @_arguments.checked(RematError)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plans so far as JSON."""
+        """Write the plans so far as JSON.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            RematError: If the file cannot be written.
+        """
         self._planner.make_plans()
         write_plans(path, self._planner.plans)
 
     @_arguments.checked(RematError)
     def load(self, path: str | os.PathLike[str]) -> Self:
-        """Read plans; each is used as soon as two recordings show the step that it was made for."""
+        """Read saved plans; each is used once two recordings show the step that it was made for.
+
+        Args:
+            path: File written by `save`.
+
+        Returns:
+            This budget.
+
+        Raises:
+            RematError: If the file cannot be read or does not contain plans.
+        """
         self._planner.saved |= {plan.digest: plan for plan in read_plans(path)}
         return self
 
@@ -385,43 +476,57 @@ def memory_budget(
     heuristic: str = "dtr-eq",
     check: Check = "full",
 ) -> MemoryBudget:
-    """Train inside a number of bytes: exactly the same numbers, without changing the model.
+    """Train within a number of bytes, with bitwise the same results and without changing the model.
 
-    `budget` is bytes, text such as `"2GiB"`, or a fraction (a float up to 1) of what a step takes
-    without a budget. Counted are the live bytes of tensors. The first steps (`recordings`, at least 2)
-    run as always and are recorded; from then on activations are dropped and made again by plan. Use it
-    as a context manager around one or many training steps, as `with budget.step(inputs=batch):`, or as
-    a decorator of a step function. Cost: seconds of planning (`effort` scales them), then what
-    `explain` predicts.
+    The budget counts the live bytes of tensors. The first steps run as always and are recorded; from then on
+    activations are dropped and recomputed by a plan. Use it as a context manager around one or many
+    training steps, as `with budget.step(inputs=batch):`, or as a decorator of a step function. Cost: seconds
+    of planning, then what `explain` predicts.
 
-    `mode="online"`, experimental, evicts storages while the step runs, chosen by a `heuristic`, for
-    models whose steps differ each time: operators take tens of microseconds longer. `"auto"` plans,
-    and turns to it after repeated misses, with a `BudgetWarning`.
+    Recomputed values are compared with the dropped ones before autograd gets them.
 
-    Whatever is made again is compared with what it was before autograd gets it: every byte, by a hash of
-    64 bits. `check="sampled"` compares about 32 numbers of each tensor instead: a hidden change of few
-    elements, of a kind that the autograd graph does not show, can then give a wrong gradient unnoticed.
+    Args:
+        budget: Bytes, text such as `"2GiB"`, or a fraction (a float up to 1) of the peak without a budget.
+        mode: `"planned"` follows plans. `"online"`, experimental, evicts storages while the step runs, for
+            models whose steps differ each time; operators take tens of microseconds longer. `"auto"` plans,
+            and switches to online after repeated misses, with a `BudgetWarning`.
+        seed: Seed of the plan search.
+        recordings: Number of steps to record before planning, at least 2.
+        min_size: Smaller storages are never dropped; 1/2000 of the peak by default.
+        effort: Scales the time spent on planning.
+        heuristic: Eviction heuristic of the online mode.
+        check: `"full"` compares every byte of recomputed values, by a 64-bit hash. `"sampled"` compares
+            about 32 elements of each tensor: a change of few elements that the autograd graph does not show
+            can then give a wrong gradient unnoticed.
 
-    >>> import torch, gradkeep as gk
-    >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
-    ...                             for _ in range(6)))
-    >>> budget = gk.memory_budget(0.8)
-    >>> with budget:
-    ...     for _ in range(5):
-    ...         net.zero_grad()
-    ...         net(torch.ones(256, 64)).sum().backward()
-    >>> done = budget.report()
-    >>> done.recorded, done.planned, done.measured_peak <= done.budget
-    (3, 2, True)
+    Returns:
+        The budget, to enter, to call `step` of, or to decorate with.
+
+    Raises:
+        BudgetError: If an option is invalid.
+        RematError: If the heuristic is unknown.
+
+    Example:
+        >>> import torch, gradkeep as gk
+        >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        ...                             for _ in range(6)))
+        >>> budget = gk.memory_budget(0.8)
+        >>> with budget:
+        ...     for _ in range(5):
+        ...         net.zero_grad()
+        ...         net(torch.ones(256, 64)).sum().backward()
+        >>> report = budget.report()
+        >>> report.recorded, report.planned, report.measured_peak <= report.budget
+        (3, 2, True)
     """
     if recordings < 2:
         raise BudgetError(
-            f"too few recordings: {recordings}; expected at least 2, to see what stays the same"
+            f"recordings must be at least 2, got {recordings}", code="argument.invalid"
         )
     smallest = None if min_size is None else parse_bytes(min_size)
     if not effort > 0:
-        raise BudgetError("the effort of planning is positive", found=effort)
-    heuristic_named(heuristic)  # tells now that there is none, not in the middle of a training
+        raise BudgetError(f"effort must be positive, got {effort}", code="argument.invalid")
+    heuristic_named(heuristic)  # fail early if it is unknown
     return MemoryBudget(
         BudgetSettings(
             parse_budget(budget), seed, smallest, recordings, effort, mode, heuristic, check

@@ -1,4 +1,4 @@
-"""Which module is running, and which of them own a tensor that stays from step to step."""
+"""Track running modules, and the modules that own persistent tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-from gradkeep.remat._tensors import not_compiled
+from gradkeep.remat._tensors import exclude_from_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How to find a constant again in a later step: a place among the inputs, or the tensor itself.
+    """How to find a constant in a later step: a position among the inputs, or the tensor itself.
 
     A buffer or a frozen parameter must still be in its module. For a trainable parameter the autograd
-    graph shows whether it is still the one in use.
+    graph shows whether it is still in use.
     """
 
     position: int = -1
@@ -51,60 +51,65 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFlag:
-    """A module that ran, and whether it was training."""
+    """A module that ran, and its training mode."""
 
     kind: type[nn.Module]
     module: weakref.ref[nn.Module]
-    owns: bool
-    """It has tensors of its own. Others, as losses or slices of a `Sequential`, are often made anew in
-    each step: which one it is does not count."""
+    has_tensors: bool
+    """It has parameters or buffers of its own. Modules without, such as losses or slices of a `Sequential`, are
+    often created in each step, so their identity does not count.
+    """
     training: bool
 
-    def like(self, other: ModuleFlag) -> bool:
-        """Whether two steps ran the same module in the same mode."""
-        if (self.kind, self.owns, self.training) != (other.kind, other.owns, other.training):
+    def matches(self, other: ModuleFlag) -> bool:
+        """Return True if two steps ran the same module in the same mode."""
+        if (self.kind, self.has_tensors, self.training) != (
+            other.kind,
+            other.has_tensors,
+            other.training,
+        ):
             return False
-        return not self.owns or self.module == other.module
+        return not self.has_tensors or self.module == other.module
 
-    def holds(self) -> bool:
-        """Whether it still is as it was, as far as that can be seen."""
+    def is_current(self) -> bool:
+        """Return True if the module still exists in the same mode."""
         module = self.module()
-        return not self.owns if module is None else module.training == self.training
+        return not self.has_tensors if module is None else module.training == self.training
 
 
 class ModuleTracker:
-    """Follows calls of modules by global hooks, while a step is recorded."""
+    """Track calls of modules by global hooks while a step is recorded."""
 
     def __init__(self, running: Sequence[nn.Module] = ()) -> None:
         self.seen: dict[int, nn.Module] = {}
         self._names: dict[int, str] = {}
         self._stack: list[nn.Module] = []
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        """Buffers as they were when their module was first called."""
-        # The hooks below then run twice for a compiled module, which does no harm.
+        """Copies of buffers from the first call of their module."""
+        # The hooks then run twice for a compiled module, which is harmless.
         warnings.filterwarnings(
             "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
         )
-        before = register_module_forward_pre_hook(not_compiled(self._enter))
-        after = register_module_forward_hook(not_compiled(self._leave), always_call=True)
+        before = register_module_forward_pre_hook(exclude_from_compiler(self._enter))
+        after = register_module_forward_hook(exclude_from_compiler(self._leave), always_call=True)
         self._handles: list[Any] = [before, after]
         for module in running:
             self._enter(module, ())
 
     def close(self) -> None:
-        """Stop following."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     @property
     def running(self) -> tuple[nn.Module, ...]:
-        """The modules that were called and have not returned, the outermost first."""
+        """Modules that were called and have not returned, outermost first."""
         return tuple(self._stack)
 
     @property
     def current(self) -> str:
-        """The name of the innermost module, from the outermost one downwards."""
+        """Name of the innermost running module, relative to the outermost one."""
         if not self._stack:
             return ""
         module = self._stack[-1]
@@ -114,19 +119,19 @@ class ModuleTracker:
         return self._names.get(id(module), type(module).__name__)
 
     def flags(self) -> tuple[ModuleFlag, ...]:
-        """Every module that ran, and whether it was training."""
+        """Return the flags of all modules that ran."""
         return tuple(
-            ModuleFlag(type(module), weakref.ref(module), _owns(module), module.training)
+            ModuleFlag(type(module), weakref.ref(module), _has_tensors(module), module.training)
             for module in self.seen.values()
         )
 
     def parameters(self) -> tuple[weakref.ref[Parameter], ...]:
-        """The parameters of all modules that were called so far, and of the modules inside them."""
-        found = {id(p): p for module in self.seen.values() for p in module.parameters()}
-        return tuple(weakref.ref(parameter) for parameter in found.values())
+        """Return the parameters of all modules called so far and of their submodules."""
+        parameters = {id(p): p for module in self.seen.values() for p in module.parameters()}
+        return tuple(weakref.ref(parameter) for parameter in parameters.values())
 
     def changed(self) -> tuple[weakref.ref[Tensor], ...]:
-        """The buffers that the step changed."""
+        """Return the buffers that the step changed."""
         with torch._C._DisableTorchDispatch():
             return tuple(
                 weakref.ref(buffer)
@@ -134,8 +139,8 @@ class ModuleTracker:
                 if buffer.shape != before.shape or not torch.equal(buffer, before)
             )
 
-    def source_of(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
-        """How to find this tensor in a later step, if it will be there."""
+    def find_source(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
+        """Return how to find this tensor in a later step, or None."""
         if id(tensor) in inputs:
             return Source(inputs[id(tensor)])
         if isinstance(tensor, Parameter) and tensor.requires_grad:
@@ -161,25 +166,25 @@ class ModuleTracker:
             pass
 
 
-def _owns(module: nn.Module) -> bool:
+def _has_tensors(module: nn.Module) -> bool:
     held = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None for tensor in held)
 
 
-_task = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 Shapes = tuple[tuple[int, ...], ...]
 
 
 def _named_arguments(module: torch.nn.Module) -> dict[str, Any]:
-    """The keyword arguments of the call of a module whose global hooks run, which torch does not pass on.
+    """Return the keyword arguments of the module whose global hooks run, which torch does not pass on.
 
-    They are read from the frame that calls the hooks; empty if torch has none that looks like it.
+    They are read from the frame that calls the hooks; empty if no such frame is found.
     """
     frame = sys._getframe(2)
-    for _ in range(6):  # the compiler's wrapper may lie between
-        found = frame.f_locals
-        if found.get("self") is module and isinstance(found.get("kwargs"), dict):
-            named: dict[str, Any] = found["kwargs"]
+    for _ in range(6):  # there may be frames of the compiler in between
+        frame_locals = frame.f_locals
+        if frame_locals.get("self") is module and isinstance(frame_locals.get("kwargs"), dict):
+            named: dict[str, Any] = frame_locals["kwargs"]
             return named
         if frame.f_back is None:
             break
@@ -188,7 +193,7 @@ def _named_arguments(module: torch.nn.Module) -> dict[str, Any]:
 
 
 class BatchShapes:
-    """Shapes of the tensors that the first module of a forward pass is called with."""
+    """Shapes of the tensors passed to the first module of a forward pass."""
 
     def __init__(
         self,
@@ -204,30 +209,30 @@ class BatchShapes:
         self._handle: Any = None
 
     def open(self) -> None:
-        """Watch calls of modules."""
-        self._handle = register_module_forward_pre_hook(not_compiled(self._called))
+        """Install the hook."""
+        self._handle = register_module_forward_pre_hook(exclude_from_compiler(self._called))
 
     def close(self) -> None:
-        """Watch no more."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def begin(self) -> None:
-        """Take the shapes of the next call: a step is over."""
+        """Record the shapes of the next call, because a step ended."""
         self.shapes, self._fresh = (), True
         self.outer.clear()
 
     def _called(self, module: Any, args: tuple[Any, ...]) -> None:
-        # Without gradients nothing is saved; inside a backward pass a checkpoint runs again.
+        # Without gradients nothing is saved; inside a backward pass a checkpoint recomputes.
         if not (self._fresh or self._backward_began()):
             return
-        if _task() != -1 or not torch.is_grad_enabled():
+        if _current_task() != -1 or not torch.is_grad_enabled():
             return
         leaves = tree_leaves((args, _named_arguments(module)))
-        found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if found:
-            self.shapes, self._fresh = found, False
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if shapes:
+            self.shapes, self._fresh = shapes, False
             running = (*self.outer, module)
             self.outer.clear()
             self._callback(running)

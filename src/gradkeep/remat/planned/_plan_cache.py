@@ -1,7 +1,7 @@
-"""Plans that were made: which of them fits a step that begins, and plans on disk.
+"""Plans in use, their match with a step that begins, and plans on disk.
 
-On disk a plan is tied to a step by what the step does, not by where it ran: a loaded plan is used as
-soon as the step has been recorded twice and proves to be the same.
+On disk a plan is tied to a step by what the step computes, not by where it ran: a loaded plan is used once
+the step has been recorded twice and proves to be the same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gradkeep.remat._tensors import has_storage
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
 from gradkeep.remat.planned._trace import (
-    agreed_trace,
-    cheaper_trace,
-    difference_of,
+    find_difference,
+    merge_traces,
     with_larger_tail,
+    with_least_costs,
 )
 from gradkeep.remat.simulator._program import replace_file
 
@@ -46,47 +46,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSignature:
-    """What can be known of a step when its first tensor is saved; steps of one kind share a plan."""
+    """Everything known of a step when its first tensor is saved; steps with equal signatures share a plan."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
     flags: tuple[ModuleFlag, ...]
-    """Every module that runs, and whether it is training."""
+    """All modules that ran, with their training modes."""
     parameters: tuple[weakref.ref[Any], ...]
     gradients: bool
-    """Whether there were gradients already, which take bytes."""
+    """Gradients existed before the step and take memory."""
     inputs: tuple[tuple[int, ...], ...]
-    """Shapes of what was handed over."""
+    """Shapes of the inputs passed by the user."""
     batch: tuple[tuple[int, ...], ...]
-    """Shapes of what the first module was called with."""
+    """Shapes of the arguments of the first module."""
 
-    def begins(self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> bool:
-        """Whether a step whose first saved tensor this is may be of this kind."""
+    def matches_first_tensor(
+        self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
+    ) -> bool:
+        """Return True if a step with this first saved tensor may match."""
         return (
             tensor.shape == self.size
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
-            and self.may_begin(inputs, batch)
+            and self.may_match(inputs, batch)
         )
 
-    def may_begin(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
-        """Whether a step of which nothing is saved yet may be of this kind; None: no module ran yet."""
+    def may_match(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
+        """Return True if a step without saved tensors may match; a batch of None means that no module ran yet."""
         return (
             batch in (None, self.batch)
-            and self.inputs == tuple(tuple(given.shape) for given in inputs)
-            and all(flag.holds() for flag in self.flags)
+            and self.inputs == tuple(tuple(tensor.shape) for tensor in inputs)
+            and all(flag.is_current() for flag in self.flags)
             and self.gradients == has_gradients(self.parameters)
         )
 
-    def like(self, other: StepSignature) -> bool:
-        """Whether it is the same kind."""
+    def matches(self, other: StepSignature) -> bool:
+        """Return True if both signatures are the same."""
         return (
             self.size == other.size
             and self.stride == other.stride
             and self.dtype is other.dtype
             and len(self.flags) == len(other.flags)
-            and all(map(ModuleFlag.like, self.flags, other.flags))
+            and all(map(ModuleFlag.matches, self.flags, other.flags))
             and self.gradients == other.gradients
             and self.inputs == other.inputs
             and self.batch == other.batch
@@ -95,10 +97,10 @@ class StepSignature:
 
 @dataclass(slots=True, eq=False)
 class StepRecordings:
-    """The recordings of one kind of step, until there are enough for a plan."""
+    """Recordings of one kind of step, until there are enough for a plan."""
 
     kind: StepSignature
-    kept: list[StepTrace] = field(default_factory=list)
+    plain: list[StepTrace] = field(default_factory=list)
     cloned: list[StepTrace] = field(default_factory=list)
     changing: tuple[weakref.ref[Tensor], ...] = ()
     """Buffers that the step changes."""
@@ -107,33 +109,33 @@ class StepRecordings:
 
     @property
     def count(self) -> int:
-        """How many recordings there are."""
-        return len(self.kept) + len(self.cloned)
+        """Number of recordings."""
+        return len(self.plain) + len(self.cloned)
 
     def add(self, recording: StepRecorder, trace: StepTrace) -> None:
-        """One more."""
-        (self.cloned if recording.cloning else self.kept).append(trace)
+        """Add a recording."""
+        (self.cloned if recording.cloning else self.plain).append(trace)
 
     def difference(self) -> str | None:
-        """What differs first between the two latest recordings."""
-        latest = (self.kept or self.cloned[:-1])[-1:] + self.cloned[-1:]
-        return difference_of(*latest) if len(latest) == 2 else None
+        """Describe the first difference between the two latest recordings."""
+        latest = (self.plain or self.cloned[:-1])[-1:] + self.cloned[-1:]
+        return find_difference(*latest) if len(latest) == 2 else None
 
     def trace(self) -> StepTrace | None:
-        """What the latest recordings agree on, with the least costs of all."""
-        for kept in reversed(self.kept):
+        """Merge the latest recordings that agree, with the least costs of all."""
+        for plain in reversed(self.plain):
             for cloned in reversed(self.cloned):
-                found = agreed_trace(kept, cloned)
-                if found is not None:
-                    found = cheaper_trace(found, *self.kept, *self.cloned)
-                    for other in (*self.kept, *self.cloned):
-                        found = with_larger_tail(found, other)
-                    return found
+                trace = merge_traces(plain, cloned)
+                if trace is not None:
+                    trace = with_least_costs(trace, *self.plain, *self.cloned)
+                    for other in (*self.plain, *self.cloned):
+                        trace = with_larger_tail(trace, other)
+                    return trace
         return None
 
 
-_MEASURED_AGAIN = frozenset((8, *(32**power for power in range(1, 8))))
-"""After so many steps of a plan the next one is measured too."""
+_MEASURED_RUNS = frozenset((8, *(32**power for power in range(1, 8))))
+"""Numbers of runs of a plan after which the next one is measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -144,36 +146,35 @@ class StepPlan:
     compiled: CompiledPlan
     budget: int
     reserve: int
-    """Bytes of the copies that undoing a step needs, if it drops something."""
+    """Bytes of the copies needed to undo a step, if it drops something."""
     changing: tuple[weakref.ref[Tensor], ...]
     parameters: tuple[weakref.ref[Any], ...]
     """All parameters that the step may give gradients to."""
     seconds: float
-    """What planning took."""
+    """Time that planning took."""
     runs: int = 0
     misses: int = 0
-    """Steps that began like this one and then did something else."""
+    """Steps that matched at first and then differed."""
     doubtful: bool = False
-    """Steps were undone or left it: whether it still holds, the next recordings tell."""
+    """Steps differed from it or were undone; the next recordings decide whether it is still valid."""
     measured_peak: int | None = None
-    """The most that was measured so far."""
+    """Largest measured peak so far."""
 
     @property
-    def unmeasured(self) -> bool:
-        """Whether the next step is to be measured: the first, and ever more seldom others, as what
-        optimizers hold grows."""
-        if self.compiled.trace.looked_away:
-            return False  # measuring is watching
-        return self.measured_peak is None or self.runs in _MEASURED_AGAIN
+    def needs_measuring(self) -> bool:
+        """Return True for the first step and ever more rarely later, because optimizer states grow."""
+        if self.compiled.trace.unwatched:
+            return False  # measuring needs a dispatch mode
+        return self.measured_peak is None or self.runs in _MEASURED_RUNS
 
     @property
     def drops(self) -> bool:
-        """Whether anything is dropped at all."""
+        """Return True if the plan drops anything."""
         return any(self.compiled.states)
 
     @property
     def predicted_peak(self) -> int:
-        """Bytes of the step inside the budget."""
+        """Bytes of the step within the budget."""
         return self.compiled.evaluation.peak + (self.reserve if self.drops else 0)
 
     @property
@@ -183,7 +184,7 @@ class StepPlan:
 
 
 class SavedPlan(msgspec.Struct, frozen=True):
-    """The decisions for one step."""
+    """Decisions for one step."""
 
     digest: str
     budget: int
@@ -196,10 +197,10 @@ class _PlanFile(msgspec.Struct):
     plans: list[SavedPlan]
 
 
-def digest_of(trace: StepTrace) -> str:
-    """The same for steps that save and compute the same things in the same order.
+def compute_digest(trace: StepTrace) -> str:
+    """Hash what a step saves and computes, in order.
 
-    Counted is what happens until the last saved tensor is asked for: the optimizer does something
+    Only events until the last request of a saved tensor count: the optimizer does something
     else in the first step than later.
     """
     ends = trace.lengths
@@ -213,11 +214,11 @@ def digest_of(trace: StepTrace) -> str:
 
 
 def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None:
-    """Write plans; a reader sees all of them or nothing."""
+    """Write plans atomically."""
     target = Path(path)
     saved = [
         SavedPlan(
-            digest_of(plan.compiled.trace),
+            compute_digest(plan.compiled.trace),
             plan.budget,
             plan.compiled.evaluation.peak,
             tuple(map(int, plan.compiled.states)),
@@ -225,7 +226,7 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
         for plan in plans
     ]
     if not target.name or (target.exists() and not target.is_file()):
-        # Replacing would take the place of a device or a pipe.
+        # Do not replace a device or a pipe.
         raise RematError(
             "the output path is not a regular file", code="argument.not_a_file", path=target
         )
@@ -234,46 +235,59 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
         replace_file(target, text + "\n")
     except OSError as error:
         raise RematError(
-            "the plans cannot be written", path=target.name[:80], found=error.strerror
+            "the plans cannot be written",
+            code="remat.plans_not_written",
+            path=target.name[:80],
+            found=error.strerror,
         ) from error
 
 
 def read_plans(path: str | os.PathLike[str]) -> list[SavedPlan]:
-    """Read plans; a file that holds none is refused by name."""
+    """Read plans; raise `RematError` if the file does not contain any."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=_PlanFile).plans
     except OSError as error:
-        raise RematError("the plans cannot be read", path=path, found=error.strerror) from error
+        raise RematError(
+            "the plans cannot be read",
+            code="remat.plans_unreadable",
+            path=path,
+            found=error.strerror,
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise RematError("these are not saved plans", path=path, found=str(error)[:100]) from error
+        raise RematError(
+            "the file does not contain saved plans",
+            code="remat.plans_invalid",
+            path=path,
+            found=str(error)[:100],
+        ) from error
 
 
 class OptimizerStates:
-    """The states of all optimizers that stepped since this was made."""
+    """Bytes of the states of all optimizers that stepped since this object was created."""
 
     def __init__(self) -> None:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers, with the number of parameters that had a state when they were last looked at."""
+        """Number of parameters with a state per optimizer, at the last update."""
         self._bytes = 0
         _listening.add(self)
         _watch_optimizers()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states, as of when one last got an entry for another parameter."""
+        """Bytes of all states, updated when a state gets an entry for another parameter."""
         return self._bytes
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
-        """The storages of all states, by id."""
-        found = {}
+        """Return the storages of all states, by id."""
+        storages = {}
         for optimizer in list(self._sizes):
             for tensor in tree_leaves(list(optimizer.state.values())):
                 if isinstance(tensor, torch.Tensor) and has_storage(tensor):
                     storage = tensor.untyped_storage()
-                    found[id(storage)] = storage
-        return found
+                    storages[id(storage)] = storage
+        return storages
 
-    def _look(self, optimizer: Optimizer) -> None:
+    def _update(self, optimizer: Optimizer) -> None:
         if self._sizes.get(optimizer) != len(optimizer.state):
             self._sizes[optimizer] = len(optimizer.state)
             self._bytes = sum(storage.nbytes() for storage in self.storages().values())
@@ -284,10 +298,10 @@ _listening: weakref.WeakSet[OptimizerStates] = weakref.WeakSet()
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Once and for good: hooks that come and go disturb optimizers that step in other threads."""
+    """Install a permanent hook: adding and removing hooks disturbs optimizers in other threads."""
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         for states in list(_listening):
-            states._look(optimizer)
+            states._update(optimizer)
 
     register_optimizer_step_post_hook(stepped)

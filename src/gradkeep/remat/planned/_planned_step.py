@@ -1,9 +1,9 @@
-"""One training step under a plan: hooks only, every drop checked before it happens.
+"""One training step under a plan, by hooks only, with every drop checked beforehand.
 
-At each saved tensor the plan is compared with what is there: shape, type, order, and the autograd
-graph below it with its scalars. Only then may the tensor go. If something differs, everything from
-there on is kept, and what was already dropped is still made again, for up to there the step was the
-recorded one. What the graph cannot show is seen when a value is back: it must match its fingerprint.
+At each saved tensor the plan is compared with the step: shape, type, order, and the autograd
+graph below it with its scalars. Only then the tensor may be dropped. If something differs, everything from
+there on is kept; tensors dropped before can still be recomputed, because the step was the recorded one up
+to that point. Differences that the graph cannot show are found by fingerprints of recomputed values.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from gradkeep.errors import RematError, StepChangedError
 from gradkeep.remat._rerun import same_content
-from gradkeep.remat._tensors import WATCHED_OTHERWISE, has_storage
+from gradkeep.remat._tensors import MODE_SENSITIVE_NODES, has_storage
 from gradkeep.remat.planned._autograd_graph import GraphWalk
-from gradkeep.remat.planned._programs import generator, instruction, replay
+from gradkeep.remat.planned._programs import build_instruction, default_generator, replay
 from gradkeep.remat.planned._step_recorder import KeptTensor, check_version, keeps_graph
 
 if TYPE_CHECKING:
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._programs import CompiledPlan
 
 
-_task = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 
 
 def unpack(handle: Any) -> Tensor:
-    """Give autograd the tensor for what it holds in its place."""
+    """Return the tensor of a packed handle."""
     tensor: Tensor = handle.unpack()
     return tensor
 
 
 class DroppedTensor:
-    """What autograd holds in place of a saved tensor that is made again."""
+    """Handle that autograd holds in place of a dropped tensor."""
 
     __slots__ = ("slot", "step")
 
@@ -48,24 +48,24 @@ class DroppedTensor:
         self.step, self.slot = step, slot
 
     def unpack(self) -> Tensor:
-        """The tensor, made again."""
+        """Recompute the tensor."""
         step = self.step
-        if _task() == -1:
-            return step.made_again(self.slot)
-        return step.back(self.slot)
+        if _current_task() == -1:
+            return step.rebuild_slot(self.slot)
+        return step.unpack_slot(self.slot)
 
 
 class Step(abc.ABC):
-    """One training step: what happens to the tensors that autograd saves."""
+    """Handling of saved tensors during one training step."""
 
     at = 0
-    """How many tensors were saved so far."""
-    asks = 0
-    """How many of them the backward pass has asked for."""
+    """Number of tensors saved so far."""
+    requests = 0
+    """Number of saved tensors requested by the backward pass so far."""
 
     @abc.abstractmethod
     def pack(self, tensor: Tensor) -> Any:
-        """Keep a saved tensor or let it go; `unpack` understands what is given back."""
+        """Keep or drop a saved tensor; return a handle for `unpack`."""
 
 
 class PlainStep(Step):
@@ -73,31 +73,34 @@ class PlainStep(Step):
 
     def pack(self, tensor: Tensor) -> KeptTensor:
         """Keep a saved tensor."""
-        return KeptTensor(None if _task() != -1 else self, 0, tensor.detach(), tensor._version)
+        return KeptTensor(
+            None if _current_task() != -1 else self, 0, tensor.detach(), tensor._version
+        )
 
-    def asked_for(self, slot: int) -> None:
-        """Note that a backward pass has begun."""
-        self.asks += 1
+    def on_unpack(self, slot: int) -> None:
+        """Count a request."""
+        self.requests += 1
 
 
 class WatchedStep(PlainStep):
-    """The same while the online runtime watches."""
+    """One step that keeps everything, inside the online runtime."""
 
-    def asked_for(self, slot: int) -> None:
-        """Note that a backward pass has begun; refuse a node that watching changes."""
-        self.asks += 1
+    def on_unpack(self, slot: int) -> None:
+        """Count a request; refuse a node whose gradient depends on the dispatch mode."""
+        self.requests += 1
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in WATCHED_OTHERWISE:
+        if node is not None and node.name() in MODE_SENSITIVE_NODES:
             raise RematError(
-                "the online runtime would change this gradient: torch computes it by another formula, "
-                "with other rounding, while operators are watched",
+                "the online runtime would change the rounding of a gradient, because torch computes it by "
+                "another formula under a dispatch mode",
+                code="remat.mode_sensitive_gradient",
                 found=node.name(),
-                fix="use mode='planned', or compute it another way, as torch.where for masked_fill",
+                fix="Use mode='planned', or another operator, such as torch.where for masked_fill.",
             )
 
 
 class UndecidedStep(Step):
-    """The beginning of a step that several plans fit: nothing is dropped until they differ."""
+    """Beginning of a step that several plans match: nothing is dropped until they differ."""
 
     def __init__(self, plans: list[Any], adopt: Callable[[Any], PlannedStep]) -> None:
         self._plans = plans
@@ -106,8 +109,8 @@ class UndecidedStep(Step):
         self._handles: list[KeptTensor] = []
 
     def pack(self, tensor: Tensor) -> Any:
-        """Keep a saved tensor, or go on with the plan that is left."""
-        if _task() != -1 or not has_storage(tensor):
+        """Keep a saved tensor, or continue with the only plan that matches."""
+        if _current_task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = len(self._tensors)
         fitting = [
@@ -124,7 +127,7 @@ class UndecidedStep(Step):
         return handle
 
     def decide(self, tensor: Tensor) -> Any:
-        """Let one plan see what was saved so far, and then this tensor."""
+        """Pass the tensors saved so far to one plan, and then this tensor."""
         run = self._adopt(self._plans[0])
         for before, handle in zip(self._tensors, self._handles, strict=True):
             run.pack(before)
@@ -133,7 +136,7 @@ class UndecidedStep(Step):
 
 
 class PlannedStep(Step):
-    """One step that follows a plan as long as it can."""
+    """One step that follows a plan for as long as it matches."""
 
     def __init__(
         self,
@@ -150,18 +153,18 @@ class PlannedStep(Step):
         self._fingerprints: dict[int, Any] = {}
         self._following = True
         self.changed: str | None = None
-        """What differed from the plan, if something did."""
+        """First difference from the plan, or None."""
         self.undone = False
-        """A value that was made again was not what it had been: what the step changed was put back."""
+        """A recomputed value differed, and the changes of the step were undone."""
         self.recomputed = 0
-        """Nanoseconds spent on making values again."""
+        """Nanoseconds of recomputation."""
         self.began = self.ended = perf_counter_ns()
-        """When the first tensor was saved, and when the last one was asked for."""
+        """Times of the first saved tensor and of the last request."""
         self._walk = GraphWalk()
         for value, source in plan.constants:
             tensor = source.find(inputs)
             if tensor is None:
-                self.leave("a tensor that the plan reads is gone or was replaced")
+                self.stop_following("a tensor that the plan reads is gone or was replaced")
                 break
             self._values[value] = tensor
             self._versions[value] = tensor._version
@@ -169,8 +172,8 @@ class PlannedStep(Step):
     # Saving
 
     def pack(self, tensor: Tensor) -> Any:
-        """Keep a saved tensor or let it go; `unpack` understands what is given back."""
-        if _task() != -1 or not has_storage(tensor):
+        """Keep or drop a saved tensor; return a handle for `unpack`."""
+        if _current_task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = self.at
         self.at = number + 1
@@ -178,13 +181,13 @@ class PlannedStep(Step):
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slots = self._plan.slots
         if number >= len(slots):
-            self.leave("more tensors were saved than in the recorded step")
+            self.stop_following("more tensors were saved than in the recorded step")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slot = slots[number]
         if not slot.fits(tensor) or (
             slot.expected is not None and self._walk.below(tensor) != slot.expected
         ):
-            self.leave(f"saved tensor {number} is not the recorded one")
+            self.stop_following(f"saved tensor {number} is not the recorded one")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         if slot.plain:
             return KeptTensor(self, number, tensor.detach(), tensor._version)
@@ -192,7 +195,7 @@ class PlannedStep(Step):
             self._walk.mark(tensor)
         if slot.random_state:
             for device in self._plan.devices:
-                self._random_states[number, device] = generator(device).get_state()
+                self._random_states[number, device] = default_generator(device).get_state()
         if slot.fingerprint is not None:
             self._fingerprints[slot.value] = slot.fingerprint.of(tensor)
         if slot.hold:
@@ -200,32 +203,34 @@ class PlannedStep(Step):
             self._versions[slot.value] = tensor._version
         for value in slot.releases:
             self._values[value] = None
-            # What is made in its place later has a version of its own.
+            # The recomputed tensor will have its own version.
             self._versions.pop(value, None)
         if slot.drop:
             return DroppedTensor(self, number)
         return KeptTensor(self, number, tensor.detach(), tensor._version)
 
-    def leave(self, why: str) -> None:
-        """Stop following the plan: keep all from here on, release nothing any more."""
+    def stop_following(self, why: str) -> None:
+        """Stop following the plan: keep everything from here on, release nothing."""
         self._following = False
         if self.changed is None:
             self.changed = why
 
-    # Asking
+    # Requests
 
-    def asked_for(self, number: int) -> int:
-        """Note a request; does the work that the plan has for it."""
-        at = self.asks
-        self.asks = at + 1
+    def on_unpack(self, number: int) -> int:
+        """Count a request and run the plan's rebuild for it; return its position, or -1."""
+        at = self.requests
+        self.requests = at + 1
         plan = self._plan
         if not self._following:
             return -1
         if at == 0 and keeps_graph() != plan.trace.keeps_graph:
-            self.leave("the backward pass keeps the graph, unlike the recorded one")
+            self.stop_following("the backward pass keeps the graph, unlike the recorded one")
             return -1
         if at >= len(plan.order) or plan.order[at] != number:
-            self.leave("the backward pass asks in another order than the recorded one")
+            self.stop_following(
+                "the backward pass requests tensors in another order than the recorded one"
+            )
             return -1
         if at + 1 == len(plan.order):
             self.ended = perf_counter_ns()
@@ -237,11 +242,11 @@ class PlannedStep(Step):
                 self._values[value] = None
         return at
 
-    def back(self, number: int) -> Tensor:
-        """A dropped tensor for the backward pass."""
-        at = self.asked_for(number)
+    def unpack_slot(self, number: int) -> Tensor:
+        """Return a dropped tensor for the backward pass."""
+        at = self.on_unpack(number)
         if at < 0:
-            return self.made_again(number)
+            return self.rebuild_slot(number)
         slot = self._plan.slots[number]
         base = self._values[slot.value]
         assert base is not None
@@ -249,21 +254,21 @@ class PlannedStep(Step):
             self._values[value] = None
         return base if slot.view is None else slot.view.on_storage_of(base)
 
-    def made_again(self, number: int) -> Tensor:
-        """A dropped tensor out of order: from whatever is still there."""
+    def rebuild_slot(self, number: int) -> Tensor:
+        """Recompute a dropped tensor out of order, from whatever is still in memory."""
         slot = self._plan.slots[number]
         if self._values[slot.value] is None:
-            self._make(slot.value)
+            self._rebuild_value(slot.value)
         base = self._values[slot.value]
         assert base is not None
         return slot.exact.on_storage_of(base)
 
-    def _make(self, wanted: int) -> None:
+    def _rebuild_value(self, target: int) -> None:
         trace, values = self._plan.trace, self._values
         operations: set[int] = set()
         sources: set[int] = set()
         fresh: set[int] = set()
-        stack = [(wanted, False)]
+        stack = [(target, False)]
         while stack:
             value, forced = stack.pop()
             if not forced and values[value] is not None:
@@ -273,10 +278,10 @@ class PlannedStep(Step):
             operation = None if maker is None else trace.operations[maker]
             if maker is None or operation is None or operation.run is None:
                 self._undo(
-                    "a dropped tensor cannot be made again: what it is made from was let go already",
+                    "a dropped tensor cannot be recomputed, because its sources are gone",
                     self.changed,
                 )
-            fresh.update(made.value for made in operation.makes)
+            fresh.update(result.value for result in operation.makes)
             if maker not in operations:
                 operations.add(maker)
                 stack += [(read, read in operation.overwrites) for read in operation.reads]
@@ -286,7 +291,7 @@ class PlannedStep(Step):
                 self._versions.pop(value, None)
         random_slots = self._plan.problem.random_state
         instructions = [
-            instruction(trace, number, {}, random_slot=random_slots.get(number, -1))
+            build_instruction(trace, number, {}, random_slot=random_slots.get(number, -1))
             for number in sorted(operations)
         ]
         dropped = [
@@ -315,27 +320,27 @@ class PlannedStep(Step):
             if base is not None and not same_content(
                 fingerprint.of(base), self._fingerprints[value]
             ):
-                self.changed = "a value that was made again differs"
+                self.changed = "a recomputed value differs"
                 self._undo(
-                    "a tensor made again is not what it was when it was let go: this step computed "
-                    "something else than the recorded one, in a way the autograd graph does not show",
+                    "a recomputed tensor differs from the dropped one: this step computed something else "
+                    "than the recorded one, in a way that the autograd graph does not show",
                     _describe(self._plan, value),
                 )
         self.recomputed += perf_counter_ns() - start
 
-    def _undo(self, what: str, found: str | None) -> NoReturn:
-        """No gradient of this step is right: put back what it changed, and say so."""
+    def _undo(self, message: str, details: str | None) -> NoReturn:
+        """Undo the changes of the step, because none of its gradients is right, and raise."""
         self.undone = True
-        whole = self._snapshot is not None and self._snapshot.whole
+        is_complete = self._snapshot is not None and self._snapshot.is_complete
         if self._snapshot is not None:
             self._snapshot.restore()
         fix = (
-            "random state, statistics and gradients are as before the step: run it again, it will "
-            "be recorded anew; a step function decorated with the budget is run again by itself"
-            if whole
-            else "clear the gradients and run the step again: it will be recorded anew"
+            "Run the step again: random state, statistics and gradients are restored, and it will be "
+            "recorded again. A step function decorated with the budget is repeated automatically."
+            if is_complete
+            else "Clear the gradients and run the step again: it will be recorded again."
         )
-        raise StepChangedError(what, found=found, fix=fix)
+        raise StepChangedError(message, found=details, fix=fix)
 
 
 def _describe(plan: CompiledPlan, value: int) -> str:
@@ -349,7 +354,7 @@ def _describe(plan: CompiledPlan, value: int) -> str:
 class StepSnapshot:
     """Random states and buffers at the beginning of a step, gradients when its first tensor is saved.
 
-    The gradients come later, because most steps begin by clearing them.
+    Gradients are taken later, because most steps begin by clearing them.
     """
 
     def __init__(self) -> None:
@@ -357,19 +362,19 @@ class StepSnapshot:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Any, Tensor | None]] = []
-        self.whole = True
-        """Whether everything can be put back: gradients that were there before need a copy."""
+        self.is_complete = True
+        """Everything can be restored; gradients from before the step need a copy."""
 
-    def look(
+    def capture(
         self,
         buffers: Sequence[weakref.ref[Tensor]],
         parameters: Sequence[weakref.ref[Any]],
         *,
         copies: bool,
     ) -> None:
-        """Remember these; gradients that are there already only if `copies` may be made."""
-        found = [buffer for reference in buffers if (buffer := reference()) is not None]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in found]
+        """Copy buffers, and existing gradients only if `copies` is true."""
+        alive = [buffer for reference in buffers if (buffer := reference()) is not None]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in alive]
         for reference in parameters:
             parameter = reference()
             if parameter is None:
@@ -380,11 +385,11 @@ class StepSnapshot:
             elif copies:
                 self._gradients.append((parameter, before.detach().clone()))
             else:
-                self.whole = False
+                self.is_complete = False
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         torch.set_rng_state(self._random)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

@@ -1,4 +1,4 @@
-"""Recordings become plans: the planner of a budget, and when it leaves steps to the online runtime."""
+"""The planner of a budget: turn recordings into plans, and switch to the online runtime if that fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, BudgetWarning
-from gradkeep.remat.planned._evaluate import PlanEvaluator, problem_of
+from gradkeep.remat.planned._evaluate import PlanEvaluator, build_problem
 from gradkeep.remat.planned._plan_cache import (
     OptimizerStates,
     StepPlan,
     StepRecordings,
     StepSignature,
-    digest_of,
+    compute_digest,
 )
 from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._search import FoundPlan, search_plan
@@ -36,60 +36,60 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "planned", "online"]
 
-_MOST_RECORDINGS = 9
-"""Of one kind of step that never does the same twice, or until a plan that was left is met again."""
-_REPEAT = (
-    "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
-    "to step, or ask for mode='online'"
+_MAX_RECORDINGS = 9
+"""Recordings of one kind of step that never repeats, or until a doubtful plan is forgotten."""
+_REPEAT_FIX = (
+    "plans need steps that repeat: keep shapes, operators and saved tensors the same from step to step, "
+    "or use mode='online'"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings:
-    """What the user asked for."""
+    """Options of `memory_budget`."""
 
     budget: int | float
     """Bytes, or a fraction of the recorded peak."""
     seed: int = 0
     min_size: int | None = None
-    """Smaller storages are never dropped; None: a two-thousandth of the peak."""
+    """Smaller storages are never dropped; None: 1/2000 of the peak."""
     recordings: int = 3
     effort: float = 1.0
-    """How long to search for plans."""
+    """Scales the search for plans."""
     mode: Mode = "auto"
     heuristic: str = "dtr-eq"
-    """What the online runtime evicts."""
+    """Eviction heuristic of the online runtime."""
     check: Check = "full"
 
     def bytes_of(self, peak: int) -> int:
-        """The budget in bytes, given the peak."""
+        """Return the budget in bytes."""
         return int(self.budget * peak) if isinstance(self.budget, float) else self.budget
 
     def smallest(self, peak: int) -> int:
-        """The least size that is worth dropping."""
+        """Return the smallest size worth dropping."""
         return max(1, peak // 2000) if self.min_size is None else self.min_size
 
 
 @dataclass(slots=True, eq=False)
 class StepCounts:
-    """Steps so far, by what happened to them."""
+    """Number of steps by outcome."""
 
     recorded: int = 0
     planned: int = 0
-    kept: int = 0
-    """Kept everything, because no plan fitted or one was left on the way."""
+    unplanned: int = 0
+    """Kept everything, because no plan matched or the step left its plan."""
     undone: int = 0
     online: int = 0
-    """Left to the online runtime."""
+    """Ran in the online runtime."""
     recomputed: float = 0.0
-    """Seconds spent on making values again, in steps that followed a plan."""
+    """Seconds of recomputation in steps that followed a plan."""
     busy: float = 0.0
-    """Seconds from the first saved tensor to the last request in these."""
+    """Seconds from the first saved tensor to the last request in these steps."""
     reasons: list[str] = field(default_factory=list)
 
 
 class StepPlanner:
-    """Recordings become plans here."""
+    """Collects recordings and makes plans from them."""
 
     def __init__(self, settings: BudgetSettings) -> None:
         self.settings = settings
@@ -99,52 +99,52 @@ class StepPlanner:
         self.saved: dict[str, SavedPlan] = {}
         self.last: StepPlan | None = None
         self.repeatable = False
-        """Steps can be run again by us, so gradients that are there before may be copied."""
+        """Steps are repeated automatically, so existing gradients may be copied."""
         self.online_fallback = OnlineFallback(settings)
-        self._said: set[str] = set()
-        """What was warned of already."""
+        self._warned: set[str] = set()
+        """Warnings already shown."""
         self._forgotten = 0
         self._hopeless: list[StepSignature] = []
         self._states = OptimizerStates()
         self._stopped = False
         """Steps never repeat: nothing is recorded any more."""
         self._begun: dict[Any, int] = {}
-        """Recordings of each kind, as far as it can be told when the first tensor is saved."""
+        """Number of recordings by what is known when the first tensor is saved."""
 
     @property
-    def wants_recording(self) -> bool:
-        """Whether the next step should be recorded from its very beginning."""
+    def needs_recording(self) -> bool:
+        """Return True if the next step should be recorded from its beginning."""
         unknown = not self.plans and not self._hopeless and not self._stopped
         return unknown or any(plan.doubtful for plan in self.plans)
 
-    def wants_batch(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
-        """Whether a step of which nothing is saved yet should be recorded; None: no module ran yet."""
+    def needs_batch_recording(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
+        """Return True if a step without saved tensors should be recorded; a batch of None means no module ran."""
         planned = [plan.kind for plan in self.plans if not plan.doubtful]
         known = (*planned, *self._hopeless)
-        return not self._stopped and not any(kind.may_begin(inputs, batch) for kind in known)
+        return not self._stopped and not any(kind.may_match(inputs, batch) for kind in known)
 
     def plans_for(
         self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
     ) -> list[StepPlan]:
-        """The plans for a step whose first saved tensor this is, the latest first."""
+        """Return the plans that match a step's first saved tensor, latest first."""
         return [
             plan
             for plan in reversed(self.plans)
-            if not plan.doubtful and plan.kind.begins(tensor, inputs, batch)
+            if not plan.doubtful and plan.kind.matches_first_tensor(tensor, inputs, batch)
         ]
 
-    def worth_recording(
+    def is_worth_recording(
         self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
     ) -> bool:
-        """Whether another recording of such a step may lead to a plan."""
+        """Return True if another recording of such a step may lead to a plan."""
         return not self._stopped and not any(
-            kind.begins(tensor, inputs, batch) for kind in self._hopeless
+            kind.matches_first_tensor(tensor, inputs, batch) for kind in self._hopeless
         )
 
-    def cloning(self, recording: StepRecorder, tensor: Tensor, batch: Shapes = ()) -> bool:
-        """Whether a recording that has come to its first saved tensor should clone: every second.
+    def should_clone(self, recording: StepRecorder, tensor: Tensor, batch: Shapes = ()) -> bool:
+        """Return True if a recording should clone saved tensors: every second one.
 
-        After each four it is the other second: where two kinds of steps that begin alike take turns,
+        After every four the parity changes: if two kinds of steps that begin alike alternate,
         as in adversarial training, both are recorded both ways.
         """
         flags = recording.modules.flags()
@@ -152,25 +152,28 @@ class StepPlanner:
             tuple(tensor.shape),
             batch,
             recording.gradients,
-            tuple((flag.kind, flag.module if flag.owns else None, flag.training) for flag in flags),
+            tuple(
+                (flag.kind, flag.module if flag.has_tensors else None, flag.training)
+                for flag in flags
+            ),
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
         return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
 
     def measure(self, meter: StepRecorder) -> int:
-        """The peak of a step that was watched, with the states of optimizers."""
+        """Return the peak of a watched step, optimizer states included."""
         return meter.finish(self._states).peak
 
     def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> None:
-        """File a finished recording."""
-        self._judge_recordings()
+        """Add a finished recording."""
+        self._stop_if_steps_never_repeat()
         trace = recording.finish(self._states)
         self.online_fallback.peak = max(self.online_fallback.peak, trace.peak)
         if not trace.slots:
             return
         self.counts.recorded += 1
-        kind = _kind_of(recording, inputs, batch)
-        for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
+        kind = _build_signature(recording, inputs, batch)
+        for plan in [plan for plan in self.plans if plan.kind.matches(kind)]:
             if same_step(plan.compiled.trace, trace):
                 plan.doubtful, plan.misses = False, 0
                 return
@@ -178,9 +181,9 @@ class StepPlanner:
                 self.forget(plan)
         for plan in [plan for plan in self.plans if plan.doubtful]:
             plan.misses += 1
-            if plan.misses > _MOST_RECORDINGS:
+            if plan.misses > _MAX_RECORDINGS:
                 self.forget(plan)
-        group = next((known for known in self.recorded if known.kind.like(kind)), None)
+        group = next((known for known in self.recorded if known.kind.matches(kind)), None)
         if group is None:
             group = StepRecordings(kind)
             self.recorded.append(group)
@@ -189,29 +192,28 @@ class StepPlanner:
         group.changing = tuple({id(buffer()): buffer for buffer in changed}.values())
         group.parameters = recording.modules.parameters()
 
-    def _judge_recordings(self) -> None:
-        """Give up to record where most recordings were of steps that never came again."""
+    def _stop_if_steps_never_repeat(self) -> None:
+        """Stop recording if most recordings were of steps that never repeated."""
         useful = self.settings.recordings * len(self.plans)
         useful += sum(group.count for group in self.recorded if group.count > 1)
         wasted = self.counts.recorded - useful
-        # After so many recordings of steps that never came again most steps should follow plans,
-        # or recording stops.
+        # After 16 recordings of steps that never repeated, stop unless most steps follow plans.
         if wasted < 16 or self.counts.planned >= self.counts.recorded // 2:
             return
         self._stopped = True
         self.recorded.clear()
-        why = f"{wasted} recorded steps, no two of them alike, ran without the budget"
+        why = f"{wasted} recorded steps, all different, ran without the budget"
         self.counts.reasons.append(why)
         if self.settings.mode == "planned":
             self._warn(
                 why,
-                "steps are recorded until their batch shape has come three times: pad or bucket "
-                "batches to a few shapes, or ask for mode='online'",
+                "steps are recorded until a batch shape has occurred three times: pad or bucket "
+                "batches to a few shapes, or use mode='online'",
             )
-        self._turn_online()
+        self._switch_to_online()
 
     def make_plans(self) -> None:
-        """Plan what has been recorded often enough; raises `BudgetError` below the floor."""
+        """Plan steps with enough recordings; raise `BudgetError` below the floor."""
         self._count_new_states()
         for group in list(self.recorded):
             trace = group.trace()
@@ -220,25 +222,25 @@ class StepPlanner:
                     self._warn(
                         "recorded steps of one batch shape did not repeat, and ran without the "
                         "budget",
-                        _REPEAT,
+                        _REPEAT_FIX,
                     )
-                if group.count >= _MOST_RECORDINGS:
+                if group.count >= _MAX_RECORDINGS:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
-                    why = f"the step does something else each time: {group.difference()}"
+                    why = f"the step differs each time: {group.difference()}"
                     self.counts.reasons.append(why)
                     if self.settings.mode == "planned":
-                        self._warn(f"no plan, so no budget holds: {why}", _REPEAT)
-                    self._turn_online()
+                        self._warn(f"no plan, so the budget is not enforced: {why}", _REPEAT_FIX)
+                    self._switch_to_online()
                 continue
-            known = self.saved.get(digest_of(trace)) if self.saved else None
+            known = self.saved.get(compute_digest(trace)) if self.saved else None
             if group.count < self.settings.recordings and known is None:
                 continue
             self.recorded.remove(group)
             self._adopt(group, trace, known)
 
     def _count_new_states(self) -> None:
-        """Plan anew what was planned before optimizers had the states that they have now."""
+        """Replan if optimizer states have grown."""
         for plan in list(self.plans):
             missing = self._states.nbytes - plan.compiled.trace.optimizer_bytes
             if missing > 0:
@@ -252,11 +254,11 @@ class StepPlanner:
         missing = self._states.nbytes - trace.optimizer_bytes
         if missing > 0:
             trace = with_constant(trace, missing)
-        problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))
+        problem = build_problem(trace, min_size=self.settings.smallest(trace.peak))
         self._plan(group, problem, known)
 
-    def planned_anew(self, settings: BudgetSettings) -> StepPlanner:
-        """The same recordings with another budget."""
+    def replan(self, settings: BudgetSettings) -> StepPlanner:
+        """Plan the same recordings with other settings."""
         planner = StepPlanner(settings)
         planner.saved, planner.repeatable = self.saved, self.repeatable
         for plan in self.plans:
@@ -270,25 +272,26 @@ class StepPlanner:
         settings, trace = self.settings, problem.trace
         start = time.perf_counter()
         budget = settings.bytes_of(trace.peak)
-        # Undoing a step needs copies, which count too; one that drops nothing is never undone.
+        # Undoing a step needs copies; a step that drops nothing is never undone.
         reserve = self._reserve(group)
         target = budget if trace.peak <= budget else max(1, budget - reserve)
-        found = _from_saved(problem, known, target) or search_plan(
+        best = _evaluate_saved(problem, known, target) or search_plan(
             problem, target, seed=settings.seed, effort=settings.effort
         )
-        if not found.fits:
-            least = floor_of(problem, seed=settings.seed, effort=settings.effort)
-            found = replace(least, fits=least.evaluation.peak <= target)
-        if not found.fits:
-            floor = found.evaluation.peak + reserve
+        if not best.fits:
+            least = find_floor(problem, seed=settings.seed, effort=settings.effort)
+            best = replace(least, fits=least.evaluation.peak <= target)
+        if not best.fits:
+            floor = best.evaluation.peak + reserve
             raise BudgetError(
-                "this training step cannot be done inside the budget",
+                "the training step does not fit the budget",
+                code="budget.below_floor",
                 found=f"{budget} bytes ({format_bytes(budget)})",
                 expected=f"at least the floor of {floor} bytes ({format_bytes(floor)}); "
                 f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
-                fix="raise the budget, or make the batch smaller",
+                fix="Raise the budget, or make the batch smaller.",
             )
-        ready = compile_plan(problem, found.states, found.evaluation, check=settings.check)
+        ready = compile_plan(problem, best.states, best.evaluation, check=settings.check)
         seconds = time.perf_counter() - start
         self.last = StepPlan(
             group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
@@ -296,34 +299,34 @@ class StepPlanner:
         self.plans.append(self.last)
 
     def _reserve(self, group: StepRecordings) -> int:
-        """Bytes of the copies of statistics, and of gradients that are there before the step."""
-        found = [tensor for reference in group.changing if (tensor := reference()) is not None]
+        """Return the bytes of copies of buffers, and of gradients that exist before the step."""
+        tensors = [tensor for reference in group.changing if (tensor := reference()) is not None]
         if self.repeatable and group.kind.gradients:
-            found += [
+            tensors += [
                 tensor for reference in group.parameters if (tensor := reference()) is not None
             ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def measured(self, plan: StepPlan, peak: int) -> None:
-        """Note the live bytes of a step of a plan."""
+    def note_peak(self, plan: StepPlan, peak: int) -> None:
+        """Record the live bytes of a planned step."""
         plan.measured_peak = max(peak, plan.measured_peak or 0)
         if peak > plan.budget:
             self._warn(
                 f"a step took {format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}: "
-                f"{format_bytes(plan.predicted_peak)} were planned, and something outside of the "
+                f"{format_bytes(plan.predicted_peak)} were planned, and something outside the "
                 "recorded step holds the rest",
-                "let go of tensors that live from step to step, such as histories of an optimizer, or "
-                "raise the budget by them",
+                "release tensors that persist across steps, such as histories of an optimizer, or "
+                "raise the budget by their size",
             )
 
     def _warn(self, what: str, remedy: str) -> None:
-        """Say once that training goes on, but not as the budget promises."""
-        if what not in self._said:
-            self._said.add(what)
+        """Warn once."""
+        if what not in self._warned:
+            self._warned.add(what)
             warnings.warn(f"memory budget: {what}; {remedy}", BudgetWarning, stacklevel=2)
 
-    def finished(self, plan: StepPlan, run: PlannedStep) -> None:
-        """Note how a step with a plan went."""
+    def note_step(self, plan: StepPlan, run: PlannedStep) -> None:
+        """Record the outcome of a planned step."""
         if run.changed is None:
             plan.runs += 1
             plan.misses = 0
@@ -337,62 +340,64 @@ class StepPlanner:
             self.counts.undone += 1
             plan.doubtful = True
             return
-        self.counts.kept += 1
+        self.counts.unplanned += 1
         self._warn(
-            f"a step kept everything and may have gone over the budget: {run.changed}",
-            "steps of one kind must do the same each time; it is recorded anew if this goes on",
+            f"a step kept everything and may have exceeded the budget: {run.changed}",
+            "steps of one kind must do the same each time; it is recorded again if this continues",
         )
         plan.misses += 1
-        # After so many steps in a row that left a plan steps are recorded until one is met that
-        # follows it, or that shows that it is out of date.
+        # After two misses in a row steps are recorded until one follows the plan or proves it
+        # outdated.
         if plan.misses >= 2:
             plan.doubtful = True
 
-    def online_step_is_over(self, online: OnlineRuntime) -> None:
-        """Note a step of the online runtime."""
+    def note_online_step(self, online: OnlineRuntime) -> None:
+        """Record a step of the online runtime."""
         self.counts.online += 1
-        report = self.online_fallback.step_is_over(online)
+        report = self.online_fallback.finish_step(online)
         if report.gave_up:
-            why = f"{report.reason}, so eviction was given up"
+            why = f"{report.reason}, so eviction stopped"
         elif report.over:
-            why = "nothing was left to evict"
+            why = "no storage could be evicted"
         else:
             return
-        self._warn(f"an online step went over the budget: {why}", "raise the budget")
+        self._warn(f"an online step exceeded the budget: {why}", "raise the budget")
 
-    def missing_plan(self) -> str:
-        """Why there is no plan."""
+    def explain_missing_plan(self) -> str:
+        """Return why there is no plan."""
         for group in reversed(self.recorded):
             difference = group.difference()
             if difference is not None:
                 return difference
         return self.counts.reasons[-1] if self.counts.reasons else "too few steps so far"
 
-    def _turn_online(self) -> None:
+    def _switch_to_online(self) -> None:
         if self.settings.mode == "auto" and not self.online_fallback.chosen:
             self.online_fallback.chosen = True
             self.recorded.clear()
             why = self.counts.reasons[-1] if self.counts.reasons else "most steps were new"
-            what = "plans did not last: from here on storages are evicted online, which is experimental"
+            what = "plans did not match: from now on storages are evicted online, which is experimental"
             self.counts.reasons.append(what)
-            self._warn(f"{what} and slower ({why})", _REPEAT)
+            self._warn(f"{what} and slower ({why})", _REPEAT_FIX)
 
     def forget(self, plan: StepPlan) -> None:
-        """The step has changed: record it anew, if that has not happened too often."""
+        """Remove an outdated plan so that its step is recorded again."""
         self._forgotten += 1
-        # After so many plans that did not last, the steps are taken to change for ever.
+        # After four forgotten plans, assume that steps never repeat.
         if self._forgotten >= 4:
-            self._turn_online()
+            self._switch_to_online()
         if plan in self.plans:
             self.plans.remove(plan)
 
 
-def floor_of(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
-    """The plan with the least peak."""
+def find_floor(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
+    """Find the plan with the smallest peak."""
     return search_plan(problem, 1, seed=seed, effort=effort)
 
 
-def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) -> FoundPlan | None:
+def _evaluate_saved(
+    problem: PlanningProblem, known: SavedPlan | None, budget: int
+) -> FoundPlan | None:
     if known is None or len(known.states) != len(problem.candidates):
         return None
     evaluation = PlanEvaluator(problem)(known.states)
@@ -401,7 +406,9 @@ def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) 
     return FoundPlan(known.states, evaluation, fits=True, evaluations=1)
 
 
-def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes) -> StepSignature:
+def _build_signature(
+    recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes
+) -> StepSignature:
     first = recording.first
     return StepSignature(
         size=first.geometry.size,
@@ -410,26 +417,26 @@ def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes)
         flags=recording.modules.flags(),
         parameters=recording.parameters,
         gradients=recording.gradients,
-        inputs=tuple(tuple(given.shape) for given in inputs),
+        inputs=tuple(tuple(tensor.shape) for tensor in inputs),
         batch=batch,
     )
 
 
 class OnlineFallback:
-    """Steps that no plan is made for."""
+    """Runs steps without a plan in the online runtime."""
 
     def __init__(self, settings: BudgetSettings) -> None:
         self._settings = settings
         self.chosen = settings.mode == "online"
-        """Whether steps are left to the online runtime."""
+        """Steps run in the online runtime."""
         self.peak = 0
-        """The most bytes that a step took without a budget, as far as it is known."""
+        """Largest known number of bytes of a step without a budget."""
         self.latest: OnlineReport | None = None
-        """What happened in the latest block."""
+        """Report on the latest block."""
         self._online: OnlineRuntime | None = None
 
     def enter(self) -> OnlineRuntime:
-        """The runtime, switched on."""
+        """Enter the runtime."""
         from gradkeep.remat.online._runtime import OnlineRuntime
 
         if self._online is None:
@@ -437,8 +444,8 @@ class OnlineFallback:
         self._online.budget = self._bytes()
         return self._online.__enter__()
 
-    def step_is_over(self, online: OnlineRuntime) -> OnlineReport:
-        """A fraction is of what the first step took, which ran without a budget."""
+    def finish_step(self, online: OnlineRuntime) -> OnlineReport:
+        """Report on a step; the first one, without a budget, gives the peak that fractions refer to."""
         if self.peak == 0:
             self.peak = online.live.peak
             online.reset_peak()
@@ -446,8 +453,8 @@ class OnlineFallback:
         self.latest = online.report()
         return self.latest
 
-    def leave(self, online: OnlineRuntime, error: BaseException | None) -> None:
-        """Switch it off; everything is brought back."""
+    def exit(self, online: OnlineRuntime, error: BaseException | None) -> None:
+        """Exit the runtime; everything is restored."""
         online.__exit__(None if error is None else type(error), error, None)
         self.latest = online.report()
 

@@ -1,6 +1,6 @@
-"""A plan made ready to run: what to do at each saved tensor, the work at each request, and doing it.
+"""Compile a plan into actions per saved tensor and programs per request, and replay the programs.
 
-Operators run again outside of autograd and leave no trace of it.
+Operators are replayed below autograd and leave no trace in the graph.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradkeep.remat._rerun import TensorRef, content_of, leaves_unwritten, sample_of
-from gradkeep.remat._tensors import SEQUENCES, collect_tensors, mapped
-from gradkeep.remat.planned._autograd_graph import GraphExpectations, leaf_of
+from gradkeep.remat._rerun import TensorRef, build_content_hash, build_sample, is_uninitialized
+from gradkeep.remat._tensors import SEQUENCES, collect_tensors, map_nested
+from gradkeep.remat.planned._autograd_graph import GraphExpectations, parameter_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._trace import StepTrace, TracedOperation
 
 Check = Literal["full", "sampled"]
-"""Whether every byte of what is made again is compared, or a few numbers of it."""
+"""Compare every byte of recomputed values, or a few elements."""
 
 
 class ReplayArgument(NamedTuple):
-    """A tensor among the arguments of an operator that runs again."""
+    """A tensor among the arguments of a replayed operator."""
 
     value: int
     geometry: Geometry | None
-    """How to look at the value; None if the tensor that stands for it is meant."""
+    """View of the value; None for the stored tensor itself."""
     anchor: int | None
-    """Where that tensor begins, in bytes, if it comes from elsewhere each time: a batch of a data set."""
+    """Recorded start in bytes, if the tensor moves within its storage, as a batch of a data set."""
 
 
 class ReplayInstruction(NamedTuple):
-    """One operator to run again."""
+    """One operator to replay."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -50,57 +50,57 @@ class ReplayInstruction(NamedTuple):
     makes: tuple[tuple[int, int], ...]
     """Position among the results, and value."""
     renames: tuple[tuple[int, int], ...]
-    """A value that was overwritten goes on as another one."""
+    """Overwritten values and the values that replace them."""
     frees: tuple[int, ...]
     grad_mode: bool
     random_slot: int
-    """The slot with whose random state it ran; -1 for none."""
+    """Slot whose random state it runs with; -1 for none."""
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class RebuildProgram:
-    """The work at one request."""
+    """Instructions for one request."""
 
     instructions: tuple[ReplayInstruction, ...]
     checks: tuple[tuple[int, Fingerprint], ...]
-    """Values to compare with what they were when they were let go."""
+    """Values to compare with their fingerprints."""
     sources: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """What to do with one saved tensor, and what it must look like."""
+    """Treatment of one saved tensor, and its expected properties."""
 
     value: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     expected: GraphBelow | None
-    """What must lie below it in the autograd graph, if it is dropped."""
+    """Expected autograd graph below it, if it is dropped."""
     drop: bool
     hold: bool
-    """Its value is a source, and this is the first time it is seen."""
+    """Its value is a source, and this is its first slot."""
     mark: bool
-    """The values that are made again may come from it."""
+    """Recomputation may start from it."""
     plain: bool
-    """Nothing is to be done but to keep it."""
+    """It is kept, and nothing else is to be done."""
     fingerprint: Fingerprint | None
-    """Of a value that is dropped here."""
+    """Fingerprint to take of a value that is dropped here."""
     leaf: int | None
     random_state: bool
-    """Take the generator's state here."""
+    """Save the generator's state here."""
     releases: tuple[int, ...]
-    """Values that are let go after this one."""
+    """Values to release after this one."""
     view: Geometry | None
-    """How to show this slot, given the value as it is made again."""
+    """View of this slot on the recomputed value."""
     exact: Geometry
-    """How to show this slot, given any tensor on its storage."""
+    """View of this slot on any tensor of its storage."""
     varies: bool
-    """It may have any size."""
+    """Its size may vary."""
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor looks like the recorded one."""
+        """Return True if a tensor has the recorded shape, strides and type."""
         if self.varies:
             return tensor.dtype is self.dtype and tensor.dim() == len(self.size)
         return (
@@ -110,8 +110,8 @@ class SlotPlan:
         )
 
     def fits_leaf(self, tensor: Tensor) -> bool:
-        """The same, and it shows the same parameter if it shows one."""
-        return self.fits(tensor) and (self.leaf is None or self.leaf == leaf_of(tensor))
+        """Return True if a tensor fits and views the same parameter, if any."""
+        return self.fits(tensor) and (self.leaf is None or self.leaf == parameter_id(tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class CompiledPlan:
 def compile_plan(
     problem: PlanningProblem, states: States, evaluation: PlanEvaluation, *, check: Check = "full"
 ) -> CompiledPlan:
-    """Turn a plan into programs; `check` says how much of what is made again is compared."""
+    """Compile a plan; `check` determines how recomputed values are compared."""
     return _PlanCompiler(problem, states, evaluation, check=check).run()
 
 
@@ -154,7 +154,7 @@ class _PlanCompiler:
             value: self._fingerprint(value) for value in self.dropped if self._exact(value)
         }
         self.geometry: dict[int, Geometry] = {}
-        """How the tensor looks that stands for a value now."""
+        """Geometry of the tensor that currently holds each value."""
 
     def run(self) -> CompiledPlan:
         trace, evaluation = self.trace, self.evaluation
@@ -170,14 +170,14 @@ class _PlanCompiler:
         passing = set()
         for rebuild in evaluation.rebuilds:
             work[rebuild.at] = self._work(rebuild)
-            if rebuild.value not in rebuild.kept:
+            if rebuild.value not in rebuild.retained:
                 passing.add(rebuild.at)
         for value, at in evaluation.last_use.items():
             if value not in self.dropped:
                 releases[at].append(value)
         for value, candidate in self.dropped.items():
-            for at in candidate.asks:
-                if at in passing or at == candidate.asks[-1]:
+            for at in candidate.requests:
+                if at in passing or at == candidate.requests[-1]:
                     releases[at].append(value)
         return CompiledPlan(
             trace=trace,
@@ -200,7 +200,7 @@ class _PlanCompiler:
             for number in rebuild.operations
             if number in self.problem.random_state
         }
-        # A value whose sources are saved only later is held until they are.
+        # A value is held until all its sources are saved.
         pack_events = [slot.event for slot in trace.slots]
         late: dict[int, list[int]] = {}
         holding: set[int] = set()
@@ -209,17 +209,17 @@ class _PlanCompiler:
             if known > candidate.first_pack:
                 late.setdefault(pack_events.index(known), []).append(value)
                 holding.add(value)
-        found = []
+        plans = []
         expectations = GraphExpectations(slot.seen for slot in trace.slots)
         for number, slot in enumerate(trace.slots):
             first = self.first_slots[slot.value] == number
             drop = slot.value in self.dropped
-            base = self._first_made(slot.value)[1] if drop else slot.geometry
+            base = self._find_first_maker(slot.value)[1] if drop else slot.geometry
             mark = not drop and slot.value in sources
             if mark:
                 expectations.mark(slot.seen)
             random_state = number in states_at
-            found.append(
+            plans.append(
                 SlotPlan(
                     value=slot.value,
                     size=slot.geometry.size,
@@ -239,25 +239,25 @@ class _PlanCompiler:
                     varies=slot.varies,
                 )
             )
-        return tuple(found)
+        return tuple(plans)
 
     def _fingerprint(self, value: int) -> Fingerprint:
-        """What is compared of a value that was dropped."""
+        """Return the fingerprint to compare of a dropped value."""
         shown = [slot.geometry for slot in self.trace.slots if slot.value == value]
         if self._check == "sampled":
-            return sample_of(shown[0])
-        operation, made = self._first_made(value)
-        return content_of(made, shown, whole=not leaves_unwritten(operation.name))
+            return build_sample(shown[0])
+        operation, geometry = self._find_first_maker(value)
+        return build_content_hash(geometry, shown, whole=not is_uninitialized(operation.name))
 
-    def _first_made(self, value: int) -> tuple[TracedOperation, Geometry]:
-        """The operator that made the storage of a value, and how."""
+    def _find_first_maker(self, value: int) -> tuple[TracedOperation, Geometry]:
+        """Return the operator that allocated the storage of a value, and the geometry of its result."""
         while True:
             maker = self.trace.values[value].maker
             assert maker is not None
             operation = self.trace.operations[maker]
-            made = next(made for made in operation.makes if made.value == value)
-            if made.position >= 0:
-                return operation, made.geometry
+            result = next(result for result in operation.makes if result.value == value)
+            if result.position >= 0:
+                return operation, result.geometry
             storage = self.trace.values[value].storage
             value = next(
                 old for old in operation.overwrites if self.trace.values[old].storage == storage
@@ -267,20 +267,20 @@ class _PlanCompiler:
         maker = self.trace.values[value].maker
         assert maker is not None
         makes = self.trace.operations[maker].makes
-        return all(made.exact for made in makes if made.value == value)
+        return all(result.exact for result in makes if result.value == value)
 
     def _work(self, rebuild: Rebuild) -> RebuildProgram:
         trace = self.trace
-        stay = {*rebuild.kept, rebuild.value}
-        # Of several results only those are taken that are used here: another one may be there already,
-        # kept from before, and must neither be replaced nor freed.
+        stay = {*rebuild.retained, rebuild.value}
+        # Store only results that are used here: another one may have been retained before, and must
+        # neither be replaced nor freed.
         read = {value for n in rebuild.operations for value in trace.operations[n].reads}
-        wanted = stay | (read - rebuild.sources)
+        needed = stay | (read - rebuild.sources)
         last: dict[int, int] = {}
         made_here: list[int] = []
         for number in rebuild.operations:
             operation = trace.operations[number]
-            makes = [m.value for m in operation.makes if m.position < 0 or m.value in wanted]
+            makes = [m.value for m in operation.makes if m.position < 0 or m.value in needed]
             for value in (*operation.reads, *makes):
                 last[value] = number
             made_here += makes
@@ -291,15 +291,15 @@ class _PlanCompiler:
         instructions = []
         for number in rebuild.operations:
             operation = trace.operations[number]
-            for made in operation.makes:
-                if made.position < 0 or made.value in wanted:
-                    self.geometry[made.value] = self._first_made(made.value)[1]
+            for result in operation.makes:
+                if result.position < 0 or result.value in needed:
+                    self.geometry[result.value] = self._find_first_maker(result.value)[1]
             instructions.append(
-                instruction(
+                build_instruction(
                     trace,
                     number,
                     self.geometry,
-                    wanted=wanted,
+                    needed=needed,
                     frees=tuple(frees.get(number, ())),
                     random_slot=self.problem.random_state.get(number, -1),
                 )
@@ -310,18 +310,19 @@ class _PlanCompiler:
         return RebuildProgram(tuple(instructions), checks, tuple(sorted(rebuild.sources)))
 
 
-def instruction(
+def build_instruction(
     trace: StepTrace,
     number: int,
     geometry: dict[int, Geometry],
     *,
-    wanted: AbstractSet[int] | None = None,
+    needed: AbstractSet[int] | None = None,
     frees: tuple[int, ...] = (),
     random_slot: int = -1,
 ) -> ReplayInstruction:
-    """An operator ready to be run; `geometry` says how the tensors of values look.
+    """Build the instruction to replay an operator.
 
-    Of its results those are taken that are `wanted`, by default all.
+    `geometry` holds the geometry of the tensors of values; only `needed` results are stored, by default
+    all.
     """
     operation = trace.operations[number]
     assert operation.run is not None
@@ -332,16 +333,16 @@ def instruction(
         return ReplayArgument(ref.value, shown, trace.anchors.get(ref.value))
 
     makes = tuple(
-        (made.position, made.value)
-        for made in operation.makes
-        if made.position >= 0 and (wanted is None or made.value in wanted)
+        (result.position, result.value)
+        for result in operation.makes
+        if result.position >= 0 and (needed is None or result.value in needed)
     )
     new = {trace.values[m.value].storage: m.value for m in operation.makes if m.position < 0}
     overwritten = [(old, trace.values[old].storage) for old in operation.overwrites]
     return ReplayInstruction(
         run=operation.run,
-        args=mapped(operation.args, argument, TensorRef),
-        kwargs=mapped(operation.kwargs, argument, TensorRef),
+        args=map_nested(operation.args, argument, TensorRef),
+        kwargs=map_nested(operation.kwargs, argument, TensorRef),
         makes=makes,
         renames=tuple((old, new[storage]) for old, storage in overwritten if storage in new),
         frees=frees,
@@ -377,7 +378,7 @@ def replay(
         try:
             for step in instructions:
                 if step.grad_mode is not grad_mode:
-                    # Some kernels return a workspace only if gradients are wanted.
+                    # Some kernels return a workspace only if gradients are enabled.
                     grad_mode = step.grad_mode
                     torch._C._set_grad_enabled(grad_mode)
                 args: Any = list(map(shown, step.args))
@@ -386,14 +387,14 @@ def replay(
                     out: Any = step.run(*args, **kwargs)
                 else:
                     state = random_states[step.random_slot, step.device]
-                    out = _as_then(step.run, args, kwargs, step.device, state)
+                    out = _run_with_state(step.run, args, kwargs, step.device, state)
                 results: Any = []
                 collect_tensors((out,), results)
                 for position, value in step.makes:
                     values[value] = results[position]
                 for old, new in step.renames:
                     values[new], values[old] = values[old], None
-                # Nothing may be held by a name here while the next operator asks for memory.
+                # Drop references before the next operator allocates memory.
                 args = kwargs = out = results = None
                 for value in step.frees:
                     values[value] = None
@@ -401,16 +402,16 @@ def replay(
             torch._C._set_grad_enabled(before)
 
 
-def generator(device: str) -> torch.Generator:
-    """The generator that random operators on a device draw from."""
+def default_generator(device: str) -> torch.Generator:
+    """Return the generator of random operators on a device."""
     if device == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.default_generator
 
 
-def _as_then(run: Any, args: Any, kwargs: Any, device: str, state: Tensor) -> Any:
-    """Run with an earlier random state; the present one is put back."""
-    source = generator(device)
+def _run_with_state(run: Any, args: Any, kwargs: Any, device: str, state: Tensor) -> Any:
+    """Run with an earlier random state, and restore the current one."""
+    source = default_generator(device)
     now = source.get_state()
     source.set_state(state)
     try:

@@ -1,8 +1,8 @@
-"""Which values to drop: the least recomputation that fits the budget.
+"""Search for the values to drop: the least recomputation that fits the budget.
 
-Greedy by seconds per byte of excess, starts from evenly spaced segments as checkpointing has them,
-then annealing; small problems are searched through. Everything is seeded and counted in evaluations,
-not in seconds, so the same trace gives the same plan.
+Greedy by seconds per byte of excess, from evenly spaced segments as in checkpointing, then annealing;
+small problems are searched exhaustively. Everything is seeded and limited by evaluations, not by
+seconds, so the same trace gives the same plan.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ States = tuple[int, ...]
 Score = tuple[float, float, float]
 
 _STARTS = 4
-"""How many of the first plans are improved, and how many of these annealed."""
+"""Number of initial plans to improve; one less is annealed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPlan:
-    """The best plan, and the least peak that any plan reached on the way."""
+    """The best plan: the cheapest that fits, or the one with the smallest peak."""
 
     states: States
     evaluation: PlanEvaluation
@@ -42,19 +42,17 @@ class FoundPlan:
 def search_plan(
     problem: PlanningProblem, budget: int, *, seed: int = 0, effort: float = 1.0
 ) -> FoundPlan:
-    """The cheapest plan with a peak of at most `budget` bytes, or the one with the least peak."""
+    """Find the cheapest plan with a peak of at most `budget` bytes, or the one with the smallest peak."""
     return _PlanSearch(problem, budget, seed, effort).run()
 
 
-def groups_of(problem: PlanningProblem) -> list[tuple[int, ...]]:
-    """Every candidate, and candidates that share an operator on the way: dropped together, it is
-    run once for all of them.
-    """
+def build_groups(problem: PlanningProblem) -> list[tuple[int, ...]]:
+    """Return every candidate, and groups of candidates that share an operator, which then runs once for all."""
     sharing: dict[int, list[int]] = {}
     for index, candidate in enumerate(problem.candidates):
         for number in candidate.recipe:
             sharing.setdefault(number, []).append(index)
-    # More candidates than that are seldom dropped together.
+    # Larger groups are seldom dropped together.
     shared = {tuple(group) for group in sharing.values() if 1 < len(group) <= 12}
     return [*((index,) for index in range(len(problem.candidates))), *sorted(shared)]
 
@@ -67,16 +65,18 @@ class _PlanSearch:
         self._evaluate = PlanEvaluator(problem)
         self._budget = budget
         self._random = random.Random(seed)
-        self._known: dict[States, tuple[Score, PlanEvaluation]] = {}
+        self._evaluated: dict[States, tuple[Score, PlanEvaluation]] = {}
         self._peak = max(problem.peak, 1)
         self._costs = problem.costs
-        self._groups = groups_of(problem)
+        self._groups = build_groups(problem)
         self._together = [group for group in self._groups if len(group) > 1]
-        dear: dict[int, list[int]] = {}
+        by_operator: dict[int, list[int]] = {}
         for index, candidate in enumerate(problem.candidates):
-            dear.setdefault(max(candidate.recipe, key=problem.costs.__getitem__), []).append(index)
-        self._units = [tuple(unit) for unit in dear.values()]
-        """Candidates that are made by way of the same dear operator."""
+            by_operator.setdefault(max(candidate.recipe, key=problem.costs.__getitem__), []).append(
+                index
+            )
+        self._units = [tuple(unit) for unit in by_operator.values()]
+        """Candidates that are recomputed through the same most expensive operator."""
         self._unit = max(problem.trace.seconds, 1e-9)
         self._best: tuple[Score, States] = ((math.inf, math.inf, math.inf), ())
 
@@ -84,49 +84,47 @@ class _PlanSearch:
         count = len(self._candidates)
         nothing: States = (0,) * count
         if self._score(nothing)[0] > 0:
-            # So many plans are searched through instead of guessed at.
+            # Up to 4096 plans are searched exhaustively.
             if len(Treatment) ** count <= 4096:
                 for chosen in itertools.product(Treatment, repeat=count):
                     self._score(tuple(map(int, chosen)))
             else:
-                self._look()
+                self._search()
         states = self._best[1]
-        _, evaluation = self._known[states]
-        return FoundPlan(states, evaluation, evaluation.peak <= self._budget, len(self._known))
+        _, evaluation = self._evaluated[states]
+        return FoundPlan(states, evaluation, evaluation.peak <= self._budget, len(self._evaluated))
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         nothing: States = (0,) * len(self._candidates)
         starts = {nothing, *self._segments(), *self._spaced()}
-        # By what they cost for the bytes they free, for those that fit at once are seldom the best
-        # to begin with; near the floor they are.
+        # Mostly by energy: plans that fit are seldom the best start, except near the floor.
         count = max(1, round(_STARTS * min(self._effort, 1.0)))
         promising = sorted(starts, key=lambda start: (self._energy(start), start))[:count]
         fitting = sorted(starts, key=lambda start: (self._score(start), start))[: count // 2]
-        ready = {self._regrouped(self._greedy(start)) for start in (nothing, *promising, *fitting)}
+        ready = {self._regroup(self._greedy(start)) for start in (nothing, *promising, *fitting)}
         polished = sorted(
-            {self._polished(start) for start in sorted(ready)},
+            {self._polish(start) for start in sorted(ready)},
             key=lambda start: (self._score(start), start),
         )
         for start in polished[: _STARTS - 1]:
-            # Of plans while annealing.
             self._anneal(start, int(self._effort * 9000) // (_STARTS - 1))
-        self._polished(self._regrouped(self._best[1]))
+        self._polish(self._regroup(self._best[1]))
 
     def _score(self, states: States) -> Score:
-        """Bytes over the budget first, at the peak and then at all events; then seconds."""
-        found = self._known.get(states)
-        if found is not None:
-            return found[0]
+        """Score a plan: bytes over the budget at the peak, then over all events, then seconds."""
+        entry = self._evaluated.get(states)
+        if entry is not None:
+            return entry[0]
         evaluation = self._evaluate(states)
         over = max(0, evaluation.peak - self._budget)
         score = (over, evaluation.excess(self._budget) if over else 0, evaluation.seconds)
-        self._known[states] = (score, evaluation)
+        self._evaluated[states] = (score, evaluation)
         if score < self._best[0]:
             self._best = (score, states)
         return score
 
     def _energy(self, states: States) -> float:
-        """What annealing lowers: recomputation, and bytes over the budget as a share of the peak."""
+        """Return the objective of annealing: recomputation plus bytes over the budget as a share of the peak."""
         over, excess, seconds = self._score(states)
         if not over:
             return seconds / self._unit
@@ -134,17 +132,17 @@ class _PlanSearch:
         return seconds / self._unit + 0.02 + 4 * over / self._peak + spread
 
     def _greedy(self, start: States) -> States:
-        """Always the move that frees the most excess per second; rates are renewed when on top."""
+        """Apply the move that frees the most excess per second; rates are updated lazily."""
         states = list(start)
         _, *before = self._score(start)
-        left = [group for group in self._groups if not all(states[index] for index in group)]
-        heap = [(self._rate(group), group) for group in left]
+        groups = [group for group in self._groups if not all(states[index] for index in group)]
+        heap = [(self._rate(group), group) for group in groups]
         heapq.heapify(heap)
         while heap and before[0] > 0:
             _, group = heapq.heappop(heap)
             own = [states[index] for index in group]
             best = None
-            for choice in (Treatment.TOGETHER, Treatment.AGAIN):
+            for choice in (Treatment.JOINT, Treatment.REPEAT):
                 for index in group:
                     states[index] = int(choice)
                 _, *after = self._score(tuple(states))
@@ -164,41 +162,41 @@ class _PlanSearch:
         return tuple(states)
 
     def _rate(self, group: tuple[int, ...]) -> float:
-        """Seconds per byte, if these are made again together."""
+        """Return seconds per byte of recomputing a group together."""
         operations = frozenset().union(*(self._candidates[index].recipe for index in group))
         seconds = sum(self._costs[number] for number in operations)
         return seconds / sum(self._candidates[index].size for index in group)
 
     def _segments(self) -> Iterator[States]:
-        """Keep what crosses a few cuts, drop the rest: what a checkpoint per segment does.
+        """Yield plans that keep only values crossing a few cuts, as checkpointing in segments does.
 
-        Values that cost much for their bytes may be kept inside of segments too.
+        Values that cost much for their bytes may also be kept inside segments.
         """
-        crossing = crossings(self._problem)
+        crossing = find_cuts(self._problem)
         index = {candidate.value: at for at, candidate in enumerate(self._candidates)}
         rates = sorted(c.cost / c.size for c in self._candidates)
-        dear = [math.inf, *sorted({rates[len(rates) * part // 10] for part in range(2, 10)})]
+        limits = [math.inf, *sorted({rates[len(rates) * part // 10] for part in range(2, 10)})]
         counts = sorted({*range(1, 9), 11, 15, 20, 28})
-        cuts = [evenly(crossing, count) for count in counts if count <= len(crossing)]
-        for places, limit in itertools.product(cuts, dear):
-            kept = {value for place in places for value in crossing[place].values}
+        cuts = [choose_even_cuts(crossing, count) for count in counts if count <= len(crossing)]
+        for places, limit in itertools.product(cuts, limits):
+            crossing_values = {value for place in places for value in crossing[place].values}
             states = [
-                int(Treatment.KEEP) if c.cost / c.size > limit else int(Treatment.TOGETHER)
+                int(Treatment.KEEP) if c.cost / c.size > limit else int(Treatment.JOINT)
                 for c in self._candidates
             ]
-            for value in kept:
+            for value in crossing_values:
                 if value in index:
                     states[index[value]] = int(Treatment.KEEP)
             yield tuple(states)
 
     def _spaced(self) -> Iterator[States]:
-        """Keep every k-th of the dear values; the cheap ones are dropped, or made at every request."""
+        """Yield plans that keep every k-th expensive value; cheap ones are dropped, or recomputed at every request."""
         order = sorted(range(len(self._candidates)), key=lambda i: self._candidates[i].first_pack)
         rates = sorted(c.cost / c.size for c in self._candidates)
         limits = sorted({rates[int(len(rates) * part)] for part in (0.0, 0.25, 0.5, 0.75)})
         lengths = sorted({1, 2, 3, *(round(len(order) ** power) for power in (0.4, 0.5, 0.6))})
         for limit, length, cheap in itertools.product(
-            (-1.0, *limits), lengths, (Treatment.DROP, Treatment.AGAIN)
+            (-1.0, *limits), lengths, (Treatment.DROP, Treatment.REPEAT)
         ):
             states = [int(Treatment.DROP)] * len(order)
             place = 0
@@ -212,15 +210,15 @@ class _PlanSearch:
                 place += 1
             yield tuple(states)
 
-    def _polished(self, states: States) -> States:
-        """Take back every drop that is not needed, the dearest first; then try other states."""
+    def _polish(self, states: States) -> States:
+        """Undo every drop that is not needed, most expensive first; then try other states."""
         current = self._score(states)
-        dear = sorted(range(len(states)), key=lambda i: self._candidates[i].cost, reverse=True)
+        expensive = sorted(range(len(states)), key=lambda i: self._candidates[i].cost, reverse=True)
         for _ in range(2):
             changed = False
-            for index in dear:
+            for index in expensive:
                 for state in Treatment:
-                    if states[index] == state or self._tired():
+                    if states[index] == state or self._is_exhausted():
                         continue
                     trial = (*states[:index], int(state), *states[index + 1 :])
                     score = self._score(trial)
@@ -231,51 +229,51 @@ class _PlanSearch:
         return states
 
     def _anneal(self, states: States, steps: int) -> None:
-        """Change a few states at a time; worse plans are taken ever more seldom."""
+        """Change a few states at a time; accept worse plans with decreasing probability."""
         draw = self._random
         energy = self._energy(states)
         hot, cold = 0.01, 0.0003
         for step in range(steps):
-            if self._tired():
+            if self._is_exhausted():
                 break
-            trial = self._changed(states)
+            trial = self._mutate(states)
             after = self._energy(trial)
             heat = hot * (cold / hot) ** (step / max(steps, 1))
             if after <= energy or draw.random() < math.exp((energy - after) / heat):
                 states, energy = trial, after
 
-    def _changed(self, states: States) -> States:
-        """One state and others with it: what is made together, anything, or a neighbour in time."""
+    def _mutate(self, states: States) -> States:
+        """Change one state and possibly others: a unit, a group, a random one or a neighbor in time."""
         draw, trial = self._random, list(states)
         if draw.random() < 0.4:
-            # All of a unit, or of a few: the dear operator then runs for all or for none.
+            # Whole units: the expensive operator then runs for all or for none.
             for _ in range(draw.choice((1, 1, 2, 3))):
-                state = int(draw.choice((*Treatment, Treatment.TOGETHER)))
+                state = int(draw.choice((*Treatment, Treatment.JOINT)))
                 for index in draw.choice(self._units):
                     trial[index] = state
             return tuple(trial)
         index = draw.randrange(len(trial))
-        trial[index] = self._other(trial[index])
+        trial[index] = self._other_state(trial[index])
         kind = draw.random()
         if self._together and kind < 0.25:
             for member in draw.choice(self._together):
                 trial[member] = trial[index]
         elif kind < 0.5:
-            # Anything the other way: a plan near its budget has no room for single changes.
+            # The opposite change elsewhere: a plan near its budget has no room for single changes.
             other = draw.randrange(len(trial))
-            trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.TOGETHER)
+            trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.JOINT)
         elif kind < 0.75:
-            # A neighbour in time changes places with it: segments move by that.
+            # Swap with a neighbor in time, which moves segments.
             near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
             trial[index], trial[near] = trial[near], states[index]
         return tuple(trial)
 
-    def _regrouped(self, states: States) -> States:
-        """The same with groups of values that are made together."""
+    def _regroup(self, states: States) -> States:
+        """Try to change the states of groups together."""
         current = self._score(states)
         for group in sorted(self._together, key=self._rate, reverse=True):
-            for state in (Treatment.KEEP, Treatment.TOGETHER):
-                if self._tired():
+            for state in (Treatment.KEEP, Treatment.JOINT):
+                if self._is_exhausted():
                     return states
                 trial = list(states)
                 for index in group:
@@ -285,29 +283,29 @@ class _PlanSearch:
                     states, current = tuple(trial), score
         return states
 
-    def _tired(self) -> bool:
-        # Operators in rebuilds that were worked out: it bounds the time to a few seconds.
+    def _is_exhausted(self) -> bool:
+        # The number of operators in rebuilds bounds the time to a few seconds.
         return self._evaluate.work > self._effort * 300_000
 
-    def _other(self, state: int) -> int:
+    def _other_state(self, state: int) -> int:
         return self._random.choice([int(s) for s in Treatment if s != state])
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCut:
-    """A place between two operators, and the saved values that cross it."""
+    """A position between two operators, and the saved values that cross it."""
 
     values: frozenset[int]
     size: int
-    """Bytes of those that could be dropped."""
+    """Bytes of crossing values that could be dropped."""
     before: int
-    """Bytes of candidates that are made before it."""
+    """Bytes of candidates made before it."""
 
 
-def crossings(problem: PlanningProblem) -> list[ForwardCut]:
-    """A cut before every operator of the forward pass that makes a candidate.
+def find_cuts(problem: PlanningProblem) -> list[ForwardCut]:
+    """Return a cut before every forward operator that makes a candidate.
 
-    A value that autograd does not save cannot be kept; those from which it is made are, instead.
+    A value that autograd does not save cannot be kept; the values that it is recomputed from are.
     """
     trace = problem.trace
     sizes = {candidate.value: candidate.size for candidate in problem.candidates}
@@ -317,31 +315,31 @@ def crossings(problem: PlanningProblem) -> list[ForwardCut]:
             last[value] = number
     starts: dict[int, frozenset[int]] = {}
     alive: set[int] = set()
-    found = []
+    cuts = []
     before = 0
     for number, operation in enumerate(trace.operations):
-        made = [item.value for item in operation.makes]
-        if any(value in sizes for value in made):
+        results = [item.value for item in operation.makes]
+        if any(value in sizes for value in results):
             saved = frozenset().union(*(starts[value] for value in alive))
-            found.append(ForwardCut(saved, sum(sizes.get(value, 0) for value in saved), before))
+            cuts.append(ForwardCut(saved, sum(sizes.get(value, 0) for value in saved), before))
         below: frozenset[int] = frozenset().union(
             *(starts.get(value, frozenset()) for value in operation.reads)
         )
-        for value in made:
+        for value in results:
             starts[value] = frozenset({value}) if value in problem.saved else below
             before += sizes.get(value, 0)
-        alive = {value for value in (*alive, *made) if last.get(value, -1) > number}
-    return found
+        alive = {value for value in (*alive, *results) if last.get(value, -1) > number}
+    return cuts
 
 
-def evenly(cuts: Sequence[ForwardCut], count: int) -> list[int]:
-    """Numbers of cuts that part the bytes evenly; each the thinnest near its place."""
+def choose_even_cuts(cuts: Sequence[ForwardCut], count: int) -> list[int]:
+    """Choose cuts that divide the bytes evenly, each the smallest near its position."""
     total = cuts[-1].before if cuts else 0
     reach = total / (count + 1) / 3
-    found = []
+    chosen = []
     for part in range(1, count + 1):
         place = total * part / (count + 1)
         near = [at for at, cut in enumerate(cuts) if abs(cut.before - place) <= reach]
         if near:
-            found.append(min(near, key=lambda at: (cuts[at].size, abs(cuts[at].before - place))))
-    return sorted(set(found))
+            chosen.append(min(near, key=lambda at: (cuts[at].size, abs(cuts[at].before - place))))
+    return sorted(set(chosen))

@@ -1,9 +1,8 @@
-"""Record one training step: every operator, what autograd saves and asks for, who dies when.
+"""Record one training step: operators, saved tensors, requests and storage lifetimes.
 
-A dispatch mode shows the operators, saved-tensor hooks the rest. In a cloning recording autograd
-gets copies, so that the originals die when Python lets go of them: what dropping them would free.
-Every operator runs twice and is compared, which is how it is known that running it again gives the
-same bits.
+A dispatch mode sees the operators, saved-tensor hooks the rest. In a cloning recording autograd
+gets copies, so that the originals die when Python releases them: that is what dropping them would free.
+Every operator runs twice and is compared, to verify that running it again gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from gradkeep.remat._rerun import (
     FirstResultRerun,
     OperatorRerun,
     TensorRef,
-    compared,
-    rerun_of,
-    tried,
-    tried_apart,
+    build_rerun,
+    count_compared_results,
+    verify_first_result_rerun,
+    verify_rerun,
 )
 from gradkeep.remat._tensors import (
-    WATCHED_OTHERWISE,
+    MODE_SENSITIVE_NODES,
     Geometry,
     StorageRef,
+    find_written_storages,
     has_storage,
-    mapped,
-    written_storages,
+    map_nested,
 )
-from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._autograd_graph import GraphWalk, parameter_id
 from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
     NOTHING,
@@ -56,19 +55,19 @@ if TYPE_CHECKING:
     from gradkeep.remat._tensors import OperatorCall
     from gradkeep.remat.planned._plan_cache import OptimizerStates
 
-_task = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
-    """Whether any of them has a gradient."""
+    """Return True if any of them has a gradient."""
     return any((p := reference()) is not None and p.grad is not None for reference in parameters)
 
 
 @dataclass(slots=True, eq=False)
 class _AliveStorage:
-    """A storage while it is alive."""
+    """A live storage."""
 
     number: int
     value: int
@@ -76,7 +75,7 @@ class _AliveStorage:
 
 
 class KeptTensor:
-    """What autograd holds in place of a saved tensor that stays."""
+    """Handle that autograd holds in place of a kept tensor."""
 
     __slots__ = ("__weakref__", "slot", "step", "tensor", "version")
 
@@ -84,15 +83,15 @@ class KeptTensor:
         self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
 
     def unpack(self) -> Tensor:
-        """The tensor itself, if nobody changed it; `step`, if there is one, notes the request."""
+        """Return the tensor if it was not modified; notify `step`, if any, of the request."""
         check_version(self.tensor, self.version)
-        if self.step is not None and _task() != -1:
-            self.step.asked_for(self.slot)
+        if self.step is not None and _current_task() != -1:
+            self.step.on_unpack(self.slot)
         return self.tensor
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Hooks switch off torch's own check of saved tensors; this is it."""
+    """Raise if a saved tensor was modified; hooks disable torch's own check."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -102,7 +101,7 @@ def check_version(tensor: Tensor, version: int) -> None:
 
 
 class StepRecorder:
-    """One step while it runs; `finish` gives its trace."""
+    """Records a running step; `finish` returns its trace."""
 
     def __init__(
         self,
@@ -112,19 +111,19 @@ class StepRecorder:
         running: Sequence[nn.Module] = (),
     ) -> None:
         self.cloning = cloning is True
-        self._choose = cloning if callable(cloning) else None
+        self._choose_cloning = cloning if callable(cloning) else None
         self.walk = GraphWalk()
         self.modules = ModuleTracker(running)
         self.quiet = False
-        self.asks = 0
-        """How many saved tensors the backward pass has asked for."""
+        self.requests = 0
+        """Number of saved tensors requested by the backward pass."""
         self._inputs = inputs
         self._alive: dict[int, _AliveStorage] = {}
         self._events: list[TraceEvent] = []
         self._operations: list[TracedOperation] = []
         self._slots: list[SavedSlot] = []
         self._order: list[int] = []
-        self._asked: list[int] = []
+        self._request_events: list[int] = []
         self._nodes: list[Any] = []
         self._storages: list[TracedStorage] = []
         self._values: list[TracedValue] = []
@@ -135,51 +134,51 @@ class StepRecorder:
         self._unreleased: dict[int, weakref.ref[KeptTensor]] = {}
         self._pinned: set[int] = set()
         self._saved_storages: set[int] = set()
-        self._unproved: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """Writes of which it is not known yet whether autograd counts them as a new version."""
+        self._unchecked_writes: list[tuple[weakref.ref[Tensor], int, int]] = []
+        """Writes that autograd may not count as a new version."""
         self._keeps_graph = False
         self._lengths = NOTHING
-        self._away: Any = None
-        self._looked_away = False
+        self._dispatch_guard: Any = None
+        self._unwatched = False
         self.parameters: tuple[weakref.ref[Parameter], ...] = ()
-        """Known when the first tensor was saved."""
+        """Parameters known when the first tensor was saved."""
         self.gradients = False
-        """Whether they had gradients then."""
+        """The parameters had gradients then."""
         self._cuts = CutConstants(self._values)
         for tensor in inputs:
             if has_storage(tensor):
                 value, _ = self._cuts.cut(self._value_of(tensor), tensor)
                 self._constants[value] = weakref.ref(tensor)
 
-    # What runs
+    # Operators
 
-    def saw(self, call: OperatorCall) -> None:
-        """Note an operator that ran."""
+    def on_operator(self, call: OperatorCall) -> None:
+        """Record an operator that ran."""
         self.quiet = True
         try:
-            self._saw(call)
+            self._record_operator(call)
         finally:
             self.quiet = False
 
-    def _saw(self, call: OperatorCall) -> None:
-        if self._unproved:
-            self._look_at_writes()
-        func, args, kwargs, signature, passed, made, spent = call
-        given = [tensor for tensor in passed if has_storage(tensor)]
-        for tensor in given:
+    def _record_operator(self, call: OperatorCall) -> None:
+        if self._unchecked_writes:
+            self._check_unversioned_writes()
+        func, args, kwargs, signature, passed, results, spent = call
+        inputs = [tensor for tensor in passed if has_storage(tensor)]
+        for tensor in inputs:
             self._value_of(tensor)
-        changed = written_storages(signature, args, kwargs) if signature.writes else {}
+        changed = find_written_storages(signature, args, kwargs) if signature.writes else {}
         fresh: list[tuple[int, Tensor]] = []
-        for at, tensor in enumerate(made):
+        for at, tensor in enumerate(results):
             if has_storage(tensor) and id(tensor.untyped_storage()) not in self._alive:
                 fresh.append((at, tensor))
         if not fresh and not changed:
             return  # a view
         event = len(self._events)
         number = len(self._operations)
-        backward = _task() != -1
-        reads = [self._alive[id(t.untyped_storage())].value for t in given]
-        trusted = compared(func, len(made))
+        backward = _current_task() != -1
+        reads = [self._alive[id(t.untyped_storage())].value for t in inputs]
+        trusted = count_compared_results(func, len(results))
         makes = [
             MadeValue(at, self._new(tensor, number), Geometry.of(tensor), exact=at < trusted)
             for at, tensor in fresh
@@ -188,102 +187,103 @@ class StepRecorder:
         for storage in changed.values():
             alive = self._alive[id(storage)]
             overwrites.append(alive.value)
-            whole = next(t for t in given if t.untyped_storage() is storage)
+            target = next(t for t in inputs if t.untyped_storage() is storage)
             if alive.number in self._saved_storages:
-                self._unproved.append((weakref.ref(whole), whole._version, alive.number))
+                self._unchecked_writes.append((weakref.ref(target), target._version, alive.number))
                 for value, copy in list(self._clones.items()):
-                    # What autograd has saved shows what is written now, so a copy must too.
+                    # Autograd's saved tensor sees the write, so its copy must too.
                     if self._values[value].storage == alive.number:
                         copy.copy_(storage)
             before, alive.value = alive.value, len(self._values)
             self._values.append(TracedValue(alive.number, number))
-            makes.append(MadeValue(-1, alive.value, Geometry.of(whole)))
+            makes.append(MadeValue(-1, alive.value, Geometry.of(target)))
             size = storage.nbytes()
             if size != self._storages[alive.number].size:
                 self._resized(alive, size, before)
-        self._happened("op", number)
+        self._add_event("op", number)
         recipe = OperatorRerun(None, (), ())
-        if not backward and len(given) == len(passed):
-            values = dict(zip(map(id, given), reads, strict=True))
+        if not backward and len(inputs) == len(passed):
+            values = dict(zip(map(id, inputs), reads, strict=True))
 
             def shown(tensor: Tensor) -> TensorRef:
                 return TensorRef(values[id(tensor)], Geometry.of(tensor))
 
-            named = tuple((key, mapped(value, shown, Tensor)) for key, value in kwargs.items())
-            shown_args = mapped(args, shown, Tensor)
-            recipe = rerun_of(func, shown_args, named, made, in_place=bool(changed))
+            named = tuple((key, map_nested(value, shown, Tensor)) for key, value in kwargs.items())
+            shown_args = map_nested(args, shown, Tensor)
+            recipe = build_rerun(func, shown_args, named, results, in_place=bool(changed))
             if recipe.run is not None and not changed and not recipe.random:
-                recipe = tried(recipe, func, args, kwargs, made)
-            if recipe.apart is not None:
-                known = tried_apart(recipe.apart, func, args, kwargs, made)
-                recipe = replace(recipe, apart=known)
-        apart = recipe.apart
+                recipe = verify_rerun(recipe, func, args, kwargs, results)
+            if recipe.first_result is not None:
+                known = verify_first_result_rerun(recipe.first_result, func, args, kwargs, results)
+                recipe = replace(recipe, first_result=known)
+        first_result = recipe.first_result
         self._operations.append(
             TracedOperation(
                 name=signature.name,
-                run=None if apart is not None else recipe.run,
-                args=() if apart is not None else recipe.args,
-                kwargs=() if apart is not None else recipe.kwargs,
-                makes=tuple(makes) if apart is None else tuple(makes[1:]),
+                run=None if first_result is not None else recipe.run,
+                args=() if first_result is not None else recipe.args,
+                kwargs=() if first_result is not None else recipe.kwargs,
+                makes=tuple(makes) if first_result is None else tuple(makes[1:]),
                 overwrites=tuple(overwrites),
                 reads=frozenset() if recipe.run is None else recipe.reads(),
                 cost=spent / 1e9,
                 event=event,
                 grad_mode=torch.is_grad_enabled(),
                 random=recipe.random,
-                device=made[0].device.type if made else "cpu",
+                device=results[0].device.type if results else "cpu",
                 layer=self.modules.current,
                 backward=backward,
             )
         )
-        if apart is not None and makes:
-            self._split(apart, makes)
+        if first_result is not None and makes:
+            self._split(first_result, makes)
 
-    def _look_at_writes(self) -> None:
-        """Storages that autograd had saved and an operator wrote without a new version.
+    def _check_unversioned_writes(self) -> None:
+        """Pin saved storages that an operator wrote without a new version.
 
-        Autograd means what was written, as with the noise of `rrelu`, which is saved before it is drawn:
-        such a storage is never dropped.
+        Autograd then uses the new content, as with the noise of `rrelu`, which is saved before it is drawn.
         """
-        for reference, version, storage in self._unproved:
+        for reference, version, storage in self._unchecked_writes:
             tensor = reference()
             if tensor is None or tensor._version == version:
                 self._pinned.add(storage)
-        self._unproved.clear()
+        self._unchecked_writes.clear()
 
-    def _split(self, apart: FirstResultRerun, makes: list[MadeValue]) -> None:
-        """The first result has a way of its own to be made again, from the other results."""
+    def _split(self, first_result: FirstResultRerun, makes: list[MadeValue]) -> None:
+        """Add a separate operation that recomputes the first result from the other results."""
         first = makes[0]
-        others = tuple(TensorRef(made.value, made.geometry) for made in makes if made.position > 0)
+        others = tuple(
+            TensorRef(result.value, result.geometry) for result in makes if result.position > 0
+        )
         own = len(self._operations)
         self._values[first.value] = TracedValue(self._values[first.value].storage, own)
-        args = (*apart.args, *others)
+        args = (*first_result.args, *others)
         self._operations.append(
             replace(
                 self._operations[-1],
                 name=f"{self._operations[-1].name} (apply)",
-                run=apart.run,
+                run=first_result.run,
                 args=args,
                 kwargs=(),
                 makes=(first._replace(position=0),),
                 overwrites=(),
                 reads=frozenset(arg.value for arg in args if isinstance(arg, TensorRef)),
-                cost=apart.cost or self._operations[-1].cost,
-                apart=True,
+                cost=first_result.cost or self._operations[-1].cost,
+                first_result=True,
             )
         )
 
-    def _happened(self, kind: Literal["op", "pack", "unpack"], index: int) -> None:
+    def _add_event(self, kind: Literal["op", "pack", "unpack"], index: int) -> None:
         node = _node()
-        # By number: holding nodes would hold what they saved.
+        # By number: a reference to a node would keep its saved tensors alive.
         name = None if node is None else (node.name(), node._sequence_nr())
-        self._nodes.append((_task(), name))
+        self._nodes.append((_current_task(), name))
         self._events.append(TraceEvent(kind, index))
 
     # Storages
 
     def _value_of(self, tensor: Tensor) -> int:
-        """The value that a tensor shows now; storages not seen before were there before the step."""
+        """Return the value that a tensor views; an unseen storage existed before the step."""
         storage = tensor.untyped_storage()
         alive = self._alive.get(id(storage))
         if alive is not None:
@@ -295,13 +295,13 @@ class StepRecorder:
         return value
 
     def _saved_value(self, tensor: Tensor) -> tuple[int, Geometry]:
-        """The value that a saved tensor is, and its geometry there."""
+        """Return the value of a saved tensor, and its geometry."""
         value = self._value_of(tensor)
         reference = self._constants.get(value)
         if reference is None:
             return value, Geometry.of(tensor)
         first = reference()
-        if first is not None and self.modules.source_of(first, {}) is not None:
+        if first is not None and self.modules.find_source(first, {}) is not None:
             return value, Geometry.of(tensor)
         return self._cuts.cut(value, tensor)
 
@@ -315,7 +315,7 @@ class StepRecorder:
 
     def _follow(self, storage: torch.UntypedStorage, *, birth: int, constant: bool) -> int:
         number, value, key = len(self._storages), len(self._values), id(storage)
-        ref = StorageRef(storage, self._gone)
+        ref = StorageRef(storage, self._on_storage_freed)
         ref.key = key
         self._alive[key] = _AliveStorage(number, value, ref)
         self._storages.append(TracedStorage(storage.nbytes(), birth, -1, -1, constant))
@@ -323,7 +323,7 @@ class StepRecorder:
         return value
 
     def _resized(self, alive: _AliveStorage, size: int, before: int) -> None:
-        """Other memory under the same storage: the old one ends, a new one begins."""
+        """End the old memory of a resized storage and begin the new one."""
         event = len(self._events)
         self._end(alive.number, event + 1)
         alive.number = len(self._storages)
@@ -331,7 +331,7 @@ class StepRecorder:
         maker = self._values[alive.value].maker
         self._values[alive.value] = TracedValue(alive.number, maker)
 
-    def _gone(self, ref: StorageRef) -> None:
+    def _on_storage_freed(self, ref: StorageRef) -> None:
         alive = self._alive.pop(ref.key, None)
         if alive is not None:
             self._end(alive.number, len(self._events))
@@ -339,24 +339,24 @@ class StepRecorder:
     def _end(self, storage: int, event: int) -> None:
         self._storages[storage] = replace(self._storages[storage], death=event, natural=event)
 
-    def _copy_gone(self, ref: StorageRef) -> None:
+    def _on_copy_freed(self, ref: StorageRef) -> None:
         self._alive.pop(ref.key, None)
 
-    # What autograd saves and asks for
+    # Saved tensors and requests
 
     def pack(self, tensor: Tensor) -> KeptTensor:
-        """Note a saved tensor; in a cloning recording autograd gets a copy."""
+        """Record a saved tensor; in a cloning recording autograd gets a copy."""
         self.quiet = True
         try:
-            if _task() != -1 or not has_storage(tensor):
-                # Saved during a backward pass, for a second one or by a checkpoint: always kept.
+            if _current_task() != -1 or not has_storage(tensor):
+                # Saved during a backward pass, for double backward or by a checkpoint: always kept.
                 return KeptTensor(None, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
             if slot == 0:
                 self.parameters = self.modules.parameters()
                 self.gradients = has_gradients(self.parameters)
-                if self._choose is not None:
-                    self.cloning = self._choose(self, tensor)
+                if self._choose_cloning is not None:
+                    self.cloning = self._choose_cloning(self, tensor)
             value, geometry = self._saved_value(tensor)
             self._slots.append(
                 SavedSlot(
@@ -365,19 +365,19 @@ class StepRecorder:
                     device=tensor.device,
                     seen=self.walk.below(tensor),
                     event=event,
-                    leaf=leaf_of(tensor),
+                    leaf=parameter_id(tensor),
                 )
             )
-            self._happened("pack", slot)
+            self._add_event("pack", slot)
             self._saved_storages.add(self._alive[id(tensor.untyped_storage())].number)
-            held = self._copied(tensor) if self.cloning else tensor.detach()
+            held = self._copy_for_autograd(tensor) if self.cloning else tensor.detach()
             packed = KeptTensor(self, slot, held, held._version)
             self._unreleased[slot] = weakref.ref(packed)
             return packed
         finally:
             self.quiet = False
 
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def _copy_for_autograd(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         alive = self._alive[id(storage)]
         if self._storages[alive.number].constant:
@@ -385,23 +385,23 @@ class StepRecorder:
         copy = self._clones.get(alive.value)
         if copy is None:
             copy = self._clones[alive.value] = storage.clone()  # type: ignore[no-untyped-call]
-            # The backward pass meets the copy: it stands for the same value, and takes no bytes.
-            ref = StorageRef(copy, self._copy_gone)
+            # The backward pass uses the copy as the same value, without bytes of its own.
+            ref = StorageRef(copy, self._on_copy_freed)
             ref.key = id(copy)
             self._alive[ref.key] = _AliveStorage(alive.number, alive.value, ref)
         return Geometry.of(tensor).on(copy)
 
     @property
     def saved(self) -> int:
-        """How many tensors were saved so far."""
+        """Number of tensors saved so far."""
         return len(self._slots)
 
-    def asked_for(self, slot: int) -> None:
-        """The backward pass wants a saved tensor."""
-        if self._unproved:
-            self._look_at_writes()
+    def on_unpack(self, slot: int) -> None:
+        """Record a request of the backward pass."""
+        if self._unchecked_writes:
+            self._check_unversioned_writes()
         self._keeps_graph |= keeps_graph()
-        self.asks += 1
+        self.requests += 1
         self._order.append(slot)
         self._lengths = TraceLengths(
             events=len(self._events),
@@ -410,24 +410,24 @@ class StepRecorder:
             storages=len(self._storages),
             values=len(self._values),
         )
-        self._asked.append(len(self._events))
-        self._happened("unpack", slot)
+        self._request_events.append(len(self._events))
+        self._add_event("unpack", slot)
         node = _node()
-        if node is not None and node.name() in WATCHED_OTHERWISE:
-            self._look_away(node)
+        if node is not None and node.name() in MODE_SENSITIVE_NODES:
+            self._pause_mode(node)
 
-    def _look_away(self, node: Any) -> None:
-        """Let a node work unwatched, as it would without us; what it gives is seen afterwards."""
-        self._looked_away = True
-        if self._away is not None:
+    def _pause_mode(self, node: Any) -> None:
+        """Run a node without the dispatch mode, as it runs without a budget, and record its results afterwards."""
+        self._unwatched = True
+        if self._dispatch_guard is not None:
             return
-        self._away = away = torch._C._DisableTorchDispatch()
+        self._dispatch_guard = away = torch._C._DisableTorchDispatch()
         away.__enter__()  # type: ignore[no-untyped-call]
 
-        def back(given: Sequence[Tensor | None], _: Any) -> None:
+        def back(gradients: Sequence[Tensor | None], _: Any) -> None:
             away.__exit__(None, None, None)
-            self._away = None
-            for tensor in given:
+            self._dispatch_guard = None
+            for tensor in gradients:
                 if tensor is None or not has_storage(tensor):
                     continue
                 storage = tensor.untyped_storage()
@@ -441,15 +441,15 @@ class StepRecorder:
         self._value_of(tensor)
         self._pinned.add(self._alive[id(tensor.untyped_storage())].number)
 
-    # The end
+    # End of the step
 
     def abandon(self) -> None:
-        """Forget the step, which did not end well."""
+        """Discard a step that failed."""
         self.modules.close()
         self._alive.clear()
 
     def finish(self, states: OptimizerStates | None = None) -> StepTrace:
-        """The trace of what ran; whoever dies from here on does so after the step."""
+        """Return the trace; storages that die from here on are not part of the step."""
         self.modules.close()
         end = len(self._events)
         optimizer_bytes = 0 if states is None else self._count_states(states)
@@ -457,11 +457,11 @@ class StepRecorder:
             if self._storages[alive.number].death < 0:
                 self._end(alive.number, end)
         self._alive.clear()
-        asked = set(self._order)
+        requested = set(self._order)
         still = frozenset(
             slot
             for slot, packed in self._unreleased.items()
-            if slot not in asked and packed() is not None
+            if slot not in requested and packed() is not None
         )
         storages = [
             replace(stored, pinned=number in self._pinned)
@@ -469,11 +469,11 @@ class StepRecorder:
         ]
         return StepTrace(
             events=tuple(self._events),
-            operations=tuple(map(self._cuts.resolved, self._operations)),
+            operations=tuple(map(self._cuts.resolve, self._operations)),
             slots=tuple(self._slots),
             order=tuple(self._order),
-            asked=tuple(self._asked),
-            freed=_freed(self._asked, self._nodes),
+            request_events=tuple(self._request_events),
+            freed=_find_free_events(self._request_events, self._nodes),
             storages=tuple(storages),
             values=tuple(self._values),
             open_slots=still,
@@ -482,11 +482,11 @@ class StepRecorder:
             keeps_graph=self._keeps_graph,
             optimizer_bytes=optimizer_bytes,
             anchors=self._cuts.anchors(self._slots),
-            looked_away=self._looked_away,
+            unwatched=self._unwatched,
         )
 
     def _count_states(self, states: OptimizerStates) -> int:
-        """Count what optimizers hold from the first event on, be it touched or made in this step."""
+        """Count optimizer states from the first event on, even if they were created in this step."""
         total = 0
         for key, storage in states.storages().items():
             alive = self._alive.get(key)
@@ -498,38 +498,38 @@ class StepRecorder:
         return total
 
     def _sources(self) -> dict[int, Any]:
-        found: dict[int, Any] = {}
+        sources: dict[int, Any] = {}
         positions = {id(tensor): at for at, tensor in enumerate(self._inputs)}
         for value, reference in self._constants.items():
             tensor = reference()
             if tensor is None or not self._storages[self._values[value].storage].constant:
                 continue
-            source = self.modules.source_of(tensor, positions)
+            source = self.modules.find_source(tensor, positions)
             if source is not None:
-                found[value] = source
-        return found
+                sources[value] = source
+        return sources
 
     @property
     def first(self) -> SavedSlot:
-        """The first tensor that was saved."""
+        """First saved tensor."""
         return self._slots[0]
 
 
-def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
-    """A node lets go of what it asked for when it is done: when another one of its pass runs.
+def _find_free_events(requests: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
+    """Find when each requested tensor is released: when another node of the same backward pass runs.
 
-    A backward pass inside of a node, as of a checkpoint, is a pass of its own.
+    A backward pass inside a node, as in a checkpoint, is a pass of its own.
     """
     end = len(nodes)
-    found = dict.fromkeys(asked, end)
+    free_events = dict.fromkeys(requests, end)
     waiting: dict[int, list[int]] = {}
     for event, (task, node) in enumerate(nodes):
         done = waiting if task == -1 else {task: waiting.get(task, [])}
-        for known, asks in list(done.items()):
-            for ask in asks:
-                if task == -1 or nodes[ask][1] != node:
-                    found[ask] = min(found[ask], event)
-            waiting[known] = [ask for ask in asks if found[ask] == end]
-        if event in found:
+        for known, pending in list(done.items()):
+            for request in pending:
+                if task == -1 or nodes[request][1] != node:
+                    free_events[request] = min(free_events[request], event)
+            waiting[known] = [request for request in pending if free_events[request] == end]
+        if event in free_events:
             waiting.setdefault(task, []).append(event)
-    return tuple(found[event] for event in asked)
+    return tuple(free_events[event] for event in requests)

@@ -1,4 +1,4 @@
-"""A recorded training step as data: values, the operators that made them, what autograd saved.
+"""A recorded training step as data: values, the operators that made them, the tensors autograd saved.
 
 A *value* is a storage at one version: an in-place operator makes the next value of the same storage.
 Tensors are references to values with a geometry, so views need no records.
@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from gradkeep.remat._rerun import TensorRef
-from gradkeep.remat._tensors import Geometry, mapped
+from gradkeep.remat._tensors import Geometry, map_nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 
 class MadeValue(NamedTuple):
-    """A value that an operator makes: which of its results shows it, and how."""
+    """A value that an operator makes: the position and geometry of the result that holds it."""
 
     position: int
-    """Among the tensors of the result; -1 when the value is an argument written in place."""
+    """Position among the results; -1 for an argument written in place."""
     value: int
     geometry: Geometry
     exact: bool = True
-    """False for a workspace, of which not every byte means something."""
+    """False for a workspace with undefined bytes."""
 
 
 class TraceEvent(NamedTuple):
-    """One thing that happened, in order."""
+    """One event."""
 
     kind: Literal["op", "pack", "unpack"]
     number: int
-    """Of the operator, or of the slot."""
+    """Number of the operator or of the slot."""
 
 
 class TraceLengths(NamedTuple):
-    """Lengths. What comes after belongs to the optimizer, or to the next batch, and may vary."""
+    """Lengths at the last request. Later entries belong to the optimizer or the next batch, and may vary."""
 
     events: int
     operations: int
@@ -60,50 +60,54 @@ class TracedOperation:
 
     name: str
     run: Callable[..., Any] | None
-    """None: it is not known how to run it again."""
+    """None if it is not known how to run it again."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     makes: tuple[MadeValue, ...]
     overwrites: tuple[int, ...]
-    """Values that it changes in place: the new ones use their memory."""
+    """Values that it changes in place; the new ones use their memory."""
     reads: frozenset[int]
     """Values among the arguments, if it can be run again."""
     cost: float
-    """Seconds, the least that was seen."""
+    """Least measured seconds."""
     event: int
     grad_mode: bool = True
     random: bool = False
     device: str = "cpu"
-    """Whose random numbers it draws."""
+    """Device of its random generator."""
     layer: str = ""
-    """The module that was running."""
-    apart: bool = False
-    """It stands for another way to a result, with a cost of its own."""
+    """Module that was running."""
+    first_result: bool = False
+    """It recomputes the first result of the operator before it, with a cost of its own."""
     backward: bool = False
     """It runs in the backward pass."""
 
     def same(self, other: TracedOperation) -> bool:
-        """Whether it is the same work, whatever it cost and whatever numbers it was given."""
+        """Return True if both do the same work, regardless of costs and number arguments."""
         ours = (self.name, self.overwrites, self.reads, self.grad_mode, len(self.makes))
         if ours != (other.name, other.overwrites, other.reads, other.grad_mode, len(other.makes)):
             return False
-        for made, again in zip(self.makes, other.makes, strict=True):
-            alike = self.backward or alike_but_for_size(made.geometry, again.geometry)
-            if made != again and not (alike and made == again._replace(geometry=made.geometry)):
+        for ours_result, theirs_result in zip(self.makes, other.makes, strict=True):
+            alike = self.backward or equal_up_to_size(ours_result.geometry, theirs_result.geometry)
+            if ours_result != theirs_result and not (
+                alike and ours_result == theirs_result._replace(geometry=ours_result.geometry)
+            ):
                 return False
         return True
 
-    def described(self) -> str:
-        """The operator, where it ran and what it made, for people."""
-        shapes = ", ".join(str(list(made.geometry.size)) for made in self.makes)
+    def describe(self) -> str:
+        """Describe the operator, its module and its results."""
+        shapes = ", ".join(str(list(result.geometry.size)) for result in self.makes)
         return f"{self.name} in {self.layer or 'the step'} giving {shapes}"
 
 
-def alike_but_for_size(left: Geometry, right: Geometry) -> bool:
-    """Whether two tensors are equal, or indices and masks of which there may be more or fewer."""
-    dtype = left.dtype
+def equal_up_to_size(first: Geometry, second: Geometry) -> bool:
+    """Return True if both are equal, or integer tensors of the same type that differ in size."""
+    dtype = first.dtype
     indices = not dtype.is_floating_point and not dtype.is_complex
-    return left == right or (indices and dtype is right.dtype and len(left.size) == len(right.size))
+    return first == second or (
+        indices and dtype is second.dtype and len(first.size) == len(second.size)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +118,30 @@ class SavedSlot:
     geometry: Geometry
     device: torch.device
     seen: GraphBelow
-    """The autograd graph below it."""
+    """Autograd graph below it."""
     event: int
     leaf: int | None = None
-    """The parameter that it shows, if it does."""
+    """Id of the parameter that it views, or None."""
     varies: bool = False
-    """Its size changes from step to step: it is always kept, and nothing is made from it."""
+    """Its size varies from step to step: it is always kept, and nothing is recomputed from it."""
 
     def same(self, other: SavedSlot) -> bool:
-        """Whether it is the same tensor of the step, be it larger or smaller."""
+        """Return True if it is the same saved tensor, up to its size."""
         alike = replace(other, geometry=self.geometry, varies=self.varies)
-        return self == alike and alike_but_for_size(self.geometry, other.geometry)
+        return self == alike and equal_up_to_size(self.geometry, other.geometry)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStorage:
-    """A storage: how large it is and when it is alive (from event `birth`, before event `death`)."""
+    """Size and lifetime of a storage (from event `birth`, before event `death`)."""
 
     size: int
     birth: int
     death: int
     natural: int
-    """When it would die if autograd had not saved it."""
+    """Death if autograd had not saved it."""
     constant: bool
-    """It was there before the step."""
+    """It existed before the step."""
     pinned: bool = False
 
 
@@ -147,7 +151,7 @@ class TracedValue:
 
     storage: int
     maker: int | None
-    """The operator that makes it; None for constants and for what nobody can make again."""
+    """Operator that makes it; None for constants and values that cannot be recomputed."""
 
 
 @dataclass(frozen=True)
@@ -158,92 +162,90 @@ class StepTrace:
     operations: tuple[TracedOperation, ...]
     slots: tuple[SavedSlot, ...]
     order: tuple[int, ...]
-    """Slots in the order in which the backward pass asked for them."""
-    asked: tuple[int, ...]
-    """The event of each of those."""
+    """Slots in the order of requests by the backward pass."""
+    request_events: tuple[int, ...]
+    """Event of each request."""
     freed: tuple[int, ...]
-    """For each of those, the first event at which the asking node is done."""
+    """First event at which the requesting node is done, per request."""
     storages: tuple[TracedStorage, ...]
     values: tuple[TracedValue, ...]
     open_slots: frozenset[int]
-    """Slots that were neither asked for nor dead when the recording ended."""
+    """Slots that were neither requested nor released when the recording ended."""
     sources: dict[int, Any] = field(default_factory=dict)
-    """For constants that stay from step to step: how to find each of them again."""
+    """How to find each persistent constant in a later step."""
     lengths: TraceLengths = NOTHING
-    """How much there was of everything when the last saved tensor was asked for."""
+    """Lengths at the request of the last saved tensor."""
     keeps_graph: bool = False
-    """The backward pass was asked to keep the graph."""
-    looked_away: bool = False
-    """Some nodes of the backward pass ran unwatched: their temporaries are not counted."""
+    """The backward pass retained the graph."""
+    unwatched: bool = False
+    """Some nodes of the backward pass ran without the mode: their temporaries are not counted."""
     optimizer_bytes: int = 0
-    """Of the storages, what the states of optimizers take from the first event on."""
+    """Bytes of optimizer states among the storages, from the first event on."""
     anchors: dict[int, int] = field(default_factory=dict)
-    """For constants that are elsewhere in each step, as batches cut from a data set: where the tensor
-    that stands for the value begins, in bytes, as geometries count them."""
+    """Recorded start in bytes of constants that move within their storage, such as batches of a data set."""
 
     @cached_property
     def seconds(self) -> float:
-        """The cost of all operators together."""
-        return sum(operation.cost for operation in self.operations if not operation.apart)
+        """Cost of all operators."""
+        return sum(operation.cost for operation in self.operations if not operation.first_result)
 
     @property
     def peak(self) -> int:
-        """The most bytes that were alive at once."""
+        """Largest number of bytes alive at once."""
         return max(self.levels(), default=0)
 
     def levels(self) -> list[int]:
-        """Bytes alive at each event."""
+        """Return the bytes alive at each event."""
         change = [0] * (len(self.events) + 2)
         for stored in self.storages:
             change[stored.birth] += stored.size
             change[min(stored.death, len(self.events)) if stored.death >= 0 else -1] -= stored.size
-        total, found = 0, []
+        total, levels = 0, []
         for step in change[: len(self.events)]:
             total += step
-            found.append(total)
-        return found
+            levels.append(total)
+        return levels
 
 
 T = TypeVar("T")
 
 
-def agreed_trace(kept: StepTrace, cloned: StepTrace) -> StepTrace | None:
-    """The trace of a step recorded twice, or None if it did different things.
+def merge_traces(plain: StepTrace, cloned: StepTrace) -> StepTrace | None:
+    """Merge a plain and a cloning recording of a step; return None if they differ.
 
-    From the cloning recording come the natural deaths and which operators can be run again.
+    The natural deaths and the rerun functions come from the cloning recording.
     """
-    if not _same(kept, cloned):
+    if not _same(plain, cloned):
         return None
-    lengths = kept.lengths
+    lengths = plain.lengths
     storages = tuple(
         replace(
             ours,
             natural=min(theirs.death, ours.death),
             pinned=ours.pinned or theirs.pinned,
         )
-        for ours, theirs in _pairs(kept.storages, cloned.storages, lengths.storages)
+        for ours, theirs in _pairs(plain.storages, cloned.storages, lengths.storages)
     )
     sources = {
         value: source
-        for value, source in kept.sources.items()
+        for value, source in plain.sources.items()
         if cloned.sources.get(value) == source
     }
     cloned_operations = cloned.operations[: lengths.operations]
     agreed = replace(
-        kept,
-        operations=cloned_operations + kept.operations[lengths.operations :],
-        storages=storages + kept.storages[lengths.storages :],
+        plain,
+        operations=cloned_operations + plain.operations[lengths.operations :],
+        storages=storages + plain.storages[lengths.storages :],
         sources=sources,
-        open_slots=kept.open_slots | cloned.open_slots,
+        open_slots=plain.open_slots | cloned.open_slots,
     )
-    return cheaper_trace(agreed, kept, cloned)
+    return with_least_costs(agreed, plain, cloned)
 
 
-def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
-    """The trace with the least costs and largest sizes of more recordings of the same step.
+def with_least_costs(trace: StepTrace, *others: StepTrace) -> StepTrace:
+    """Return the trace with the least costs and largest sizes of more recordings of the same step.
 
-    What differs between recordings, as a number that an operator is given or the size of an index, is
-    not made again.
+    Operators whose arguments or results differ between recordings are not run again.
     """
     ends = trace.lengths
     for other in others:
@@ -253,7 +255,7 @@ def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
             replace(
                 ours,
                 cost=min(ours.cost, theirs.cost),
-                run=ours.run if _same_numbers(ours, theirs) else None,
+                run=ours.run if _has_same_arguments(ours, theirs) else None,
             )
             for ours, theirs in _pairs(trace.operations, other.operations, ends.operations)
         )
@@ -275,9 +277,9 @@ def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
 
 
 def with_larger_tail(trace: StepTrace, other: StepTrace) -> StepTrace:
-    """The trace with what another recording of the step did after the last request, if that takes more.
+    """Return the trace with the events of another recording after the last request, if they take more memory.
 
-    Of accumulated steps only the last one is followed by the optimizer.
+    In gradient accumulation only the last step is followed by the optimizer.
     """
     if not _same(trace, other):
         return trace
@@ -301,7 +303,7 @@ def with_larger_tail(trace: StepTrace, other: StepTrace) -> StepTrace:
 
 
 def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
-    """The trace of the same step beside so many bytes more of optimizers' states."""
+    """Return the trace with additional bytes of optimizer states."""
     end = len(trace.events)
     beside = TracedStorage(nbytes, 0, end, end, constant=True)
     return replace(
@@ -311,71 +313,74 @@ def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
     )
 
 
-def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:
-    """Whether an operator can be run again, and was given the same both times."""
-    both = left.run is not None and right.run is not None
-    ours, theirs = (left.args, left.kwargs, left.makes), (right.args, right.kwargs, right.makes)
+def _has_same_arguments(first: TracedOperation, second: TracedOperation) -> bool:
+    """Return True if an operator can be run again and had the same arguments both times."""
+    both = first.run is not None and second.run is not None
+    ours, theirs = (
+        (first.args, first.kwargs, first.makes),
+        (second.args, second.kwargs, second.makes),
+    )
     return both and ours == theirs
 
 
-def _same(left: StepTrace, right: StepTrace) -> bool:
-    """Whether two steps did the same until the last saved tensor was asked for."""
-    return difference_of(left, right) is None
+def _same(first: StepTrace, second: StepTrace) -> bool:
+    """Return True if two steps are the same until the last request."""
+    return find_difference(first, second) is None
 
 
-def difference_of(left: StepTrace, right: StepTrace) -> str | None:
-    """What differs first between two steps, until the last saved tensor was asked for."""
-    ends, others = left.lengths, right.lengths
+def find_difference(first: StepTrace, second: StepTrace) -> str | None:
+    """Describe the first difference between two steps until the last request, or return None."""
+    ends, others = first.lengths, second.lengths
     operations = zip(
-        left.operations[: ends.operations], right.operations[: others.operations], strict=False
+        first.operations[: ends.operations], second.operations[: others.operations], strict=False
     )
     for ours, theirs in operations:
         if not ours.same(theirs):
-            return f"one step runs {ours.described()}, another {theirs.described()}"
-    slots = zip(left.slots[: ends.slots], right.slots[: others.slots], strict=False)
+            return f"one step runs {ours.describe()}, another {theirs.describe()}"
+    slots = zip(first.slots[: ends.slots], second.slots[: others.slots], strict=False)
     for number, (saved, other) in enumerate(slots):
         if not saved.same(other):
             before, after = saved.geometry, other.geometry
             return (
                 f"saved tensor {number} is {list(before.size)} {before.dtype} in one step, "
-                f"{list(after.size)} {after.dtype} in another, or comes from elsewhere"
+                f"{list(after.size)} {after.dtype} in another, or has another origin"
             )
     for what, ours_, theirs_ in (
         ("operators", ends.operations, others.operations),
         ("tensors are saved", ends.slots, others.slots),
-        ("things happen", ends.events, others.events),
+        ("events", ends.events, others.events),
     ):
         if ours_ != theirs_:
             return f"{ours_} {what} in one step, {theirs_} in another"
-    if left.keeps_graph != right.keeps_graph or left.order != right.order:
-        return "the backward passes differ: another order of requests, or a graph that is kept"
+    if first.keeps_graph != second.keeps_graph or first.order != second.order:
+        return "the backward passes differ: another order of requests, or a retained graph"
     if (
         ends != others
-        or left.events[: ends.events] != right.events[: ends.events]
-        or left.values[: ends.values] != right.values[: ends.values]
+        or first.events[: ends.events] != second.events[: ends.events]
+        or first.values[: ends.values] != second.values[: ends.values]
     ):
-        return "tensors are made or let go in another order"
+        return "tensors are made or released in another order"
     return None
 
 
-def same_step(left: StepTrace, right: StepTrace) -> bool:
-    """Whether a later step did the same as a planned one, with the same numbers."""
-    ends = left.lengths
+def same_step(planned: StepTrace, later: StepTrace) -> bool:
+    """Return True if a later step equals a planned one, including number arguments."""
+    ends = planned.lengths
     return (
-        _same(left, right)
+        _same(planned, later)
         and all(
             a.run is None or (a.args, a.kwargs, a.makes) == (b.args, b.kwargs, b.makes)
-            for a, b in _pairs(left.operations, right.operations, ends.operations)
+            for a, b in _pairs(planned.operations, later.operations, ends.operations)
         )
         and all(
             a.varies or a.geometry == b.geometry
-            for a, b in _pairs(left.slots, right.slots, ends.slots)
+            for a, b in _pairs(planned.slots, later.slots, ends.slots)
         )
     )
 
 
-def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
-    return zip(left[:count], right[:count], strict=True)
+def _pairs(first: Sequence[T], second: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
+    return zip(first[:count], second[:count], strict=True)
 
 
 class _Cut(NamedTuple):
@@ -389,19 +394,19 @@ class _Cut(NamedTuple):
         return self.start <= start and stop <= self.stop
 
     def seen(self, geometry: Geometry) -> Geometry:
-        """The geometry, counted from where this begins."""
+        """Return the geometry relative to the start of this part."""
         return geometry._replace(offset=geometry.offset - self.start // geometry.dtype.itemsize)
 
 
 class CutConstants:
-    """The tensors of one step that were cut from constants; new values are added to `values`."""
+    """Tensors of one step that are parts of constants; new values are appended to `values`."""
 
     def __init__(self, values: list[TracedValue]) -> None:
         self._values = values
         self._cuts: dict[int, list[_Cut]] = {}
 
     def cut(self, constant: int, tensor: Tensor) -> tuple[int, Geometry]:
-        """The value that a tensor is, on the storage of a constant, and its geometry there."""
+        """Return the value and geometry of a tensor on the storage of a constant."""
         geometry = Geometry.of(tensor)
         cuts = self._cuts.setdefault(constant, [])
         known = next((cut for cut in cuts if cut.shows(geometry)), None)
@@ -415,18 +420,18 @@ class CutConstants:
         return known.value, known.seen(geometry)
 
     def anchors(self, slots: Sequence[SavedSlot]) -> dict[int, int]:
-        """Where the tensor begins that stands for each value: the first that is saved, or what was given."""
-        found: dict[int, int] = {cut.value: 0 for cuts in self._cuts.values() for cut in cuts}
+        """Return the start of the first saved tensor of each value."""
+        anchors: dict[int, int] = {cut.value: 0 for cuts in self._cuts.values() for cut in cuts}
         for slot in reversed(slots):
-            if slot.value in found:
-                found[slot.value] = slot.geometry.offset * slot.geometry.dtype.itemsize
-        return found
+            if slot.value in anchors:
+                anchors[slot.value] = slot.geometry.offset * slot.geometry.dtype.itemsize
+        return anchors
 
-    def resolved(self, operation: TracedOperation) -> TracedOperation:
-        """The operator, reading what was cut; one that reads other parts is not run again."""
+    def resolve(self, operation: TracedOperation) -> TracedOperation:
+        """Return the operator with references to parts; without `run` if it reads an unknown part."""
         if operation.run is None or not operation.reads & self._cuts.keys():
             return operation
-        found: list[int] = []
+        reads: list[int] = []
 
         def cut(ref: TensorRef) -> TensorRef:
             if ref.value in self._cuts:
@@ -435,11 +440,11 @@ class CutConstants:
                     raise LookupError
                 part = parts[0]
                 ref = TensorRef(part.value, part.seen(ref.geometry))
-            found.append(ref.value)
+            reads.append(ref.value)
             return ref
 
         try:
-            args, kwargs = mapped((operation.args, operation.kwargs), cut, TensorRef)
-        except LookupError:  # a part that no tensor was cut for
+            args, kwargs = map_nested((operation.args, operation.kwargs), cut, TensorRef)
+        except LookupError:  # an unknown part
             return replace(operation, run=None, args=(), kwargs=(), reads=frozenset())
-        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(found))
+        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(reads))

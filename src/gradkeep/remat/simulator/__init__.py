@@ -1,1 +1,1 @@
-"""Simulation of recorded steps in smaller budgets."""
+"""Simulate recorded steps in smaller budgets."""

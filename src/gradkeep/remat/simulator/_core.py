@@ -1,12 +1,12 @@
-"""The eviction core: what is in memory, what goes when room is needed, how it comes back.
+"""The eviction core: tracks memory, evicts storages to make room and recomputes them on demand.
 
-One implementation for every driver. A driver tells it what the program does (`compute`, `get`,
+There is one implementation for every driver. A driver reports what the program does (`compute`, `get`,
 `release`, `pin`); the core keeps memory within the budget by evicting storages that a heuristic
 chooses, and brings them back by running their operators again. In a simulation running means
 advancing a clock.
 
-The order of the pool decides ties, so it is part of the algorithm: locking a storage takes it out,
-the last unlock appends it, a storage that just came into memory is appended, siblings first.
+The order of the pool decides ties, so it is part of the algorithm: locking a storage removes it from
+the pool, the last unlock appends it, a storage that just came into memory is appended, siblings first.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.remat.simulator._heuristics import PoolSample
-    from gradkeep.remat.simulator._neighbourhoods import Heuristic
+    from gradkeep.remat.simulator._neighborhoods import Heuristic
     from gradkeep.remat.simulator._program import Op, Program
     from gradkeep.remat.simulator._simulate import Timeline
 
 Policy = Literal["ignore", "eager", "banish"]
-"""What happens when nothing outside refers to a storage any more.
+"""Deallocation policy for storages without outside references.
 
-`ignore`: nothing. `eager`: it is evicted at once and can still be recomputed. `banish`: once nothing
-evicted depends on it, it goes for ever and its dependents are kept for ever.
+`ignore`: do nothing. `eager`: evict it at once; it can still be recomputed. `banish`: once nothing
+evicted depends on it, free it permanently and pin its dependents.
 """
 
 
 class OutOfMemoryError(Exception):
-    """Nothing is left that could be evicted."""
+    """No storage can be evicted."""
 
 
 class ThrashingError(Exception):
-    """More was recomputed than the limit allows."""
+    """Recomputation exceeds its limit."""
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes that come and go as one: a tensor and its aliases."""
+    """Bytes that are evicted as one unit: a tensor and its aliases."""
 
     number: int
     size: int
     compute: int = 0
-    """The cost of the distinct operators behind all its tensors."""
+    """Cost of the distinct operators behind all its tensors."""
     material: bool = False
     locks: int = 0
     references: int = 0
@@ -62,17 +62,17 @@ class Storage:
     below: dict[Storage, int] = field(default_factory=dict)
     """Storages computed from it, with the number of edges."""
     edges_above: int = 0
-    """Arguments of all its tensors together, other tensors of the same storage included."""
+    """Arguments of all its tensors, including other tensors of the same storage."""
     edges_below: int = 0
-    """Results of what its tensors are arguments of, likewise."""
+    """Results that read its tensors, including other tensors of the same storage."""
     evicted_dependents: set[TensorNode] = field(default_factory=set)
-    """Only kept under the policy `banish`."""
+    """Evicted tensors computed from it; only tracked under the policy `banish`."""
     group: object = None
-    """A place for the heuristic's own bookkeeping."""
+    """Bookkeeping of the heuristic."""
     cached: float | None = None
-    """The heuristic's numerator, while it is known."""
-    looks: int = 0
-    """Accesses beside the edges when that is asked for again."""
+    """Cached numerator of the heuristic's score."""
+    extra_accesses: int = 0
+    """Accesses besides the edges when the cached numerator is used."""
 
     def __repr__(self) -> str:
         return f"Storage({self.number}, {self.size} bytes)"
@@ -93,7 +93,7 @@ class TensorNode:
 
 
 class EvictionCore:
-    """Memory under a budget; all times are in the unit of the operators' costs."""
+    """Memory under a budget; all times have the unit of the operators' costs."""
 
     def __init__(
         self,
@@ -123,26 +123,26 @@ class EvictionCore:
         self._timeline = timeline
         self._banishing = policy == "banish"
         self._followed = not self._banishing
-        """The heuristic is told of every operator: edges only ever come."""
+        """The heuristic is notified of every operator; edges are only ever added."""
 
     def compute(self, op: Op, args: Sequence[TensorNode]) -> list[TensorNode]:
         """Run an operator of the program for the first time; each result has one reference."""
         tensors = self._declare(op, args)
         if self._followed:
             self.heuristic.declared(tensors)
-        self._materialize(tensors[0], again=False)
+        self._materialize(tensors[0], recompute=False)
         clock = self.clock
         for tensor in tensors:
-            # Not to be evicted at once.
+            # A fresh result must not be the stalest storage.
             tensor.storage.last_access = clock
         return tensors
 
     def get(self, tensor: TensorNode) -> None:
-        """One more reference from outside."""
+        """Add one outside reference."""
         tensor.storage.references += 1
 
     def release(self, tensor: TensorNode) -> None:
-        """One reference from outside less; what follows is the policy's."""
+        """Remove one outside reference, and apply the policy if none remains."""
         storage = tensor.storage
         storage.references -= 1
         if storage.references == 0:
@@ -152,9 +152,9 @@ class EvictionCore:
                 self._evict(storage)
 
     def pin(self, tensor: TensorNode) -> None:
-        """Bring the tensor back if need be, and never evict it again."""
+        """Bring the tensor back if it was evicted, and never evict it again."""
         if not tensor.defined:
-            self._materialize(tensor, again=True)
+            self._materialize(tensor, recompute=True)
         self._pin(tensor.storage)
 
     def _pin(self, storage: Storage) -> None:
@@ -167,7 +167,7 @@ class EvictionCore:
         for index, alias in enumerate(op.aliases):
             if alias >= 0:
                 storage = args[alias].storage
-                # A storage's cost counts each operator once, however many of its tensors it made.
+                # Count each operator once, however many tensors of the storage it made.
                 if all(other.op is not op for other in storage.tensors):
                     storage.compute += op.cost
                     storage.cached = None
@@ -189,33 +189,33 @@ class EvictionCore:
                 parent.children.extend(tensors)  # only banishing walks from tensor to tensor
             origin.edges_below += len(tensors)
             for tensor in tensors:
-                made = tensor.storage
-                made.edges_above += 1
-                if made is not origin:
-                    origin.below[made] = made.above[origin] = origin.below.get(made, 0) + 1
+                target = tensor.storage
+                target.edges_above += 1
+                if target is not origin:
+                    origin.below[target] = target.above[origin] = origin.below.get(target, 0) + 1
                     if banishing:
                         origin.evicted_dependents.add(tensor)
         return tensors
 
-    def _materialize(self, wanted: TensorNode, *, again: bool) -> None:
-        """Bring a tensor into memory, and first, one after the other, whatever it needs.
+    def _materialize(self, target: TensorNode, *, recompute: bool) -> None:
+        """Bring a tensor into memory, after all its missing ancestors.
 
-        An explicit stack instead of recursion: chains can be longer than Python's.
+        An explicit stack instead of recursion: chains can exceed Python's recursion limit.
         """
-        missing = self._begin(wanted)
+        missing = self._begin(target)
         if not missing:
-            self._finish(wanted, again=again)
+            self._finish(target, recompute=recompute)
             return
-        stack = [(wanted, again, iter(missing))]
+        stack = [(target, recompute, iter(missing))]
         waiting: list[TensorNode | None] = [None]
         while stack:
-            tensor, tensor_again, parents = stack[-1]
+            tensor, tensor_recompute, parents = stack[-1]
             if waiting[-1] is not None:
                 self._lock(waiting[-1].storage)
                 waiting[-1] = None
             for parent in parents:
                 if parent.defined:
-                    # A sibling's run has brought it back meanwhile.
+                    # A sibling's run has brought it back in the meantime.
                     self._lock(parent.storage)
                     continue
                 waiting[-1] = parent
@@ -223,12 +223,12 @@ class EvictionCore:
                 waiting.append(None)
                 break
             else:
-                self._finish(tensor, again=tensor_again)
+                self._finish(tensor, recompute=tensor_recompute)
                 stack.pop()
                 waiting.pop()
 
     def _begin(self, tensor: TensorNode) -> list[TensorNode]:
-        """Touch and lock the parents that are there; returns those that are not."""
+        """Touch the parents, lock those in memory and return the missing ones."""
         clock, missing = self.clock, []
         for parent in tensor.parents:
             storage = parent.storage
@@ -241,13 +241,13 @@ class EvictionCore:
                 missing.append(parent)
         return missing
 
-    def _finish(self, tensor: TensorNode, *, again: bool) -> None:
-        """All parents are locked in memory: make room, run, unlock."""
+    def _finish(self, tensor: TensorNode, *, recompute: bool) -> None:
+        """Make room, run the operator and unlock the parents; all parents are locked in memory."""
         sizes = tensor.op.sizes
         need = sizes[0] if len(sizes) == 1 else sum(sizes)
         if self.memory + need > self.budget:
             self._free(need)
-        self._run(tensor, need, again=again)
+        self._run(tensor, need, recompute=recompute)
         if self._banishing:
             self._unlock_and_banish(tensor)
         else:
@@ -256,14 +256,14 @@ class EvictionCore:
         if self.remat_compute > self.remat_limit:
             raise ThrashingError
 
-    def _run(self, tensor: TensorNode, need: int, *, again: bool) -> None:
+    def _run(self, tensor: TensorNode, need: int, *, recompute: bool) -> None:
         op = tensor.op
         self.clock += op.cost
         self.memory += need
         self.ops_run += 1
         if self.memory > self.peak:
             self.peak = self.memory
-        if again:
+        if recompute:
             self.remat_compute += op.cost
             self.rematerializations += 1
         else:
@@ -275,14 +275,14 @@ class EvictionCore:
         tensor.defined = True
         for storage in arrived:
             self.pool[storage] = None
-            self.heuristic.arrived(storage, again=again)
+            self.heuristic.arrived(storage, recomputed=recompute)
         if arrived and self._followed:
             self.heuristic.ran(arrived)
         if self._timeline is not None:
-            self._timeline.ran(self, op, again=again)
+            self._timeline.ran(self, op, recompute=recompute)
 
     def _run_siblings(self, tensor: TensorNode) -> list[Storage]:
-        """The other results of the operator: those already there are computed for nothing."""
+        """Bring the operator's other results into memory; results already there are discarded."""
         arrived = []
         for sibling in tensor.siblings:
             storage = sibling.storage
@@ -299,16 +299,18 @@ class EvictionCore:
         while self.memory + need > self.budget:
             if not self.pool:
                 raise OutOfMemoryError
-            self._evict(self._victim())
+            self._evict(self._choose_victim())
 
-    def _victim(self) -> Storage:
-        """What the heuristic wants to go; it may be anybody's, so it is checked."""
+    def _choose_victim(self) -> Storage:
+        """Let the heuristic choose a storage, and validate the choice."""
         pool = self.pool if self._sample is None else self._sample.of(self.pool)
         chosen = self.heuristic.choose(pool, self.clock)
         if chosen not in self.pool:
             raise RematError(
-                f"the heuristic {self.heuristic.name!r} chose what may not go: {chosen!r}",
-                expected="a storage of the pool that choose() was given",
+                f"the heuristic {self.heuristic.name!r} chose a storage that cannot be evicted",
+                code="remat.heuristic_choice",
+                found=repr(chosen),
+                expected="a storage of the pool that is passed to choose()",
             )
         return chosen
 
@@ -338,8 +340,8 @@ class EvictionCore:
             self.pool[storage] = None
 
     def _unlock_and_banish(self, tensor: TensorNode) -> None:
-        # Banishing removes parents from this very list while we walk it, and what comes after a
-        # removed one is passed over. The original does so, and its results depend on it.
+        # Banishing removes parents from this list during iteration, so the element after a removed
+        # one is skipped. The original does the same, and its results depend on it.
         for parent in tensor.parents:
             self._unlock(parent.storage)
             for result in (*tensor.siblings, tensor):
@@ -359,17 +361,17 @@ class EvictionCore:
                     parent.storage.evicted_dependents.discard(tensor)
                     parent.children.remove(tensor)
                     parent.storage.edges_below -= 1
-                    _cut(parent.storage, storage)
+                    _remove_edge(parent.storage, storage)
             for child in tensor.children:
                 if child.storage is not storage:
                     child.parents.remove(tensor)
                     child.storage.edges_above -= 1
-                    _cut(storage, child.storage)
+                    _remove_edge(storage, child.storage)
                     self._pin(child.storage)
 
 
-def _cut(above: Storage, below: Storage) -> None:
-    """One edge between two storages less."""
+def _remove_edge(above: Storage, below: Storage) -> None:
+    """Remove one edge between two storages."""
     if above.below.get(below, 0) > 1:
         above.below[below] -= 1
         below.above[above] -= 1
@@ -379,9 +381,9 @@ def _cut(above: Storage, below: Storage) -> None:
 
 
 def run_program(core: EvictionCore, program: Program) -> None:
-    """Drive the core through a program; raises `OutOfMemoryError` or `ThrashingError` where it ends early."""
-    # A run makes many objects that refer to each other and all live until its end: looking for
-    # garbage among them again and again would take a third of the time.
+    """Drive the core through a program; raise `OutOfMemoryError` or `ThrashingError` if it ends early."""
+    # A run makes many objects with reference cycles that live until its end; garbage collection
+    # would take a third of the time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -392,15 +394,15 @@ def run_program(core: EvictionCore, program: Program) -> None:
 
 
 def _drive(core: EvictionCore, program: Program) -> None:
-    # Filled as operators run: a step never names a tensor that no earlier one made.
+    # Filled as operators run: a step only names tensors of earlier operators.
     tensors: list[Any] = [None] * len(program.tensors)
     ops, run, release = program.ops, StepKind.RUN, StepKind.RELEASE
     for step in program.steps:
         kind, index = step.kind, step.index
         if kind is run:
             op = ops[index]
-            made = core.compute(op, [tensors[number] for number in op.args])
-            for number, tensor in zip(op.results, made, strict=True):
+            results = core.compute(op, [tensors[number] for number in op.args])
+            for number, tensor in zip(op.results, results, strict=True):
                 tensors[number] = tensor
         elif kind is release:
             core.release(tensors[index])

@@ -1,18 +1,18 @@
-"""Which storage to evict: the one with the smallest score goes.
+"""Eviction heuristics: the storage with the smallest score is evicted.
 
 m = size, s = time since the last access, c = cost of the storage's own operators. Every heuristic is
 numerator / (denominator factors); a denominator of 0 scores infinity.
 
 | name | score |
 | --- | --- |
-| dtr | (c + evicted descendants + evicted ancestors) / (m s), the neighbourhood exact |
-| dtr-eq | (c + the distinct evicted classes beside it) / (m s), classes by union-find |
+| dtr | (c + evicted descendants + evicted ancestors) / (m s), with the exact neighborhood |
+| dtr-eq | (c + the distinct adjacent evicted classes) / (m s), classes by union-find |
 | dtr-local | c / (m s) |
-| dtr-union | as dtr, the neighbourhood counted once and as stale as its freshest member |
+| dtr-union | as dtr, the neighborhood counted once and as stale as its freshest member |
 | msps | (c + evicted ancestors) / m |
-| lru, largest, random | last access; 1 / m; any |
+| lru, largest, random | last access; 1 / m; uniform |
 
-The ablation grid `ab-{exact,eq,local,none}[-size][-stale]` takes any numerator with any denominator.
+The ablation grid `ab-{exact,eq,local,none}[-size][-stale]` combines any numerator with any denominator.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import TYPE_CHECKING
 
 from gradkeep import _arguments
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._neighbourhoods import (
+from gradkeep.remat.simulator._neighborhoods import (
     CostRatio,
     EquivalenceClasses,
     EvictedAncestors,
-    ExactNeighbourhood,
+    ExactNeighborhood,
     Heuristic,
-    UnionNeighbourhood,
+    UnionNeighborhood,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradkeep.remat.simulator._core import Storage
-    from gradkeep.remat.simulator._neighbourhoods import Pool
+    from gradkeep.remat.simulator._neighborhoods import Pool
 
 
 class LocalCost(CostRatio):
-    """Only the storage's own cost."""
+    """Use only the storage's own cost."""
 
     name = "dtr-local"
 
@@ -52,7 +52,7 @@ class LocalCost(CostRatio):
 
 
 class NoCost(CostRatio):
-    """No cost at all."""
+    """Use a constant numerator."""
 
     name = "ab-none-size-stale"
 
@@ -62,7 +62,7 @@ class NoCost(CostRatio):
 
 
 class LeastRecentlyUsed(Heuristic):
-    """The one that was used longest ago."""
+    """Evict the least recently used storage."""
 
     name = "lru"
 
@@ -71,7 +71,7 @@ class LeastRecentlyUsed(Heuristic):
 
 
 class LargestFirst(Heuristic):
-    """The largest one."""
+    """Evict the largest storage."""
 
     name = "largest"
 
@@ -80,7 +80,7 @@ class LargestFirst(Heuristic):
 
 
 class RandomChoice(Heuristic):
-    """Any one; the same for the same seed."""
+    """Evict a random storage; the same seed gives the same choices."""
 
     name = "random"
     trials = 10
@@ -89,7 +89,7 @@ class RandomChoice(Heuristic):
         self._random = random.Random(seed)
 
     def reseed(self, seed: int) -> None:
-        """Choose as if made with this seed."""
+        """Restart the random choices with this seed."""
         self._random.seed(seed)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
@@ -99,11 +99,11 @@ class RandomChoice(Heuristic):
 
 
 class PoolSample:
-    """The part of the pool that a heuristic looks at; the same part for the same seed.
+    """A reproducible sample of the pool for the heuristic to score.
 
-    `skip_small` passes over storages below 1 % of the pool's mean size, `sample` walks the pool in
-    random strides of 1 to sqrt(n), which leaves about 2 sqrt(n) candidates. If nothing is left, the
-    whole pool counts.
+    `skip_small` skips storages below 1 % of the pool's mean size, `sample` walks the pool in
+    random strides of 1 to sqrt(n), which leaves about 2 sqrt(n) candidates. If no storage remains, the
+    whole pool is used.
     """
 
     def __init__(self, *, skip_small: bool = False, sample: bool = False, seed: int = 0) -> None:
@@ -111,7 +111,7 @@ class PoolSample:
         self._random = random.Random(seed)
 
     def of(self, pool: Pool) -> Pool:
-        """Those of the pool that are looked at, in its order."""
+        """Return the sampled storages in the order of the pool."""
         if not self.skip_small and not self.sample:
             return pool
         some = list(pool)
@@ -132,8 +132,8 @@ class PoolSample:
 _registry: dict[str, Callable[[], Heuristic]] = {
     kind.name: kind
     for kind in (
-        *(ExactNeighbourhood, EquivalenceClasses, LocalCost, EvictedAncestors),
-        *(LeastRecentlyUsed, LargestFirst, RandomChoice, UnionNeighbourhood),
+        *(ExactNeighborhood, EquivalenceClasses, LocalCost, EvictedAncestors),
+        *(LeastRecentlyUsed, LargestFirst, RandomChoice, UnionNeighborhood),
     )
 }
 ORIGINAL_NAMES = {
@@ -147,9 +147,9 @@ ORIGINAL_NAMES = {
     "RandomStorage": "random",
     "AbRandom": "ab-none",
 }
-"""The names that the original simulator uses for the same scores."""
+"""Names of the same scores in the original simulator."""
 _NUMERATORS: tuple[tuple[type[CostRatio], str, str], ...] = (
-    (ExactNeighbourhood, "exact", "E"),
+    (ExactNeighborhood, "exact", "E"),
     (EquivalenceClasses, "eq", "Eq"),
     (LocalCost, "local", "Local"),
     (NoCost, "none", ""),
@@ -164,61 +164,90 @@ for (_base, _ours, _theirs), _size, _stale in itertools.product(
     ORIGINAL_NAMES[f"Ab{_theirs}{'Size' if _size else ''}{'Stale' if _stale else ''}"] = _name
 
 _own: set[str] = set()
-"""Names that were registered from outside."""
+"""Names registered with `register`."""
 
 
 def register(name: str, make: Callable[[], Heuristic]) -> None:
-    """Add a heuristic under a new name; `make()` gives a fresh one for every run.
+    """Register a heuristic under a new name in this process.
 
-    From then on the name means it in this process, wherever a heuristic is named: `simulate`, sweeps,
-    `memory_budget(heuristic=...)`.
+    The name is then accepted by `simulate`, by sweeps and by `memory_budget(heuristic=...)`.
+
+    Args:
+        name: The new name.
+        make: Function or class that returns a new `Heuristic` for every run.
+
+    Raises:
+        RematError: If the name is taken or empty, or `make` does not return a usable heuristic.
     """
     if not isinstance(name, str) or not name.strip():
-        raise RematError("a heuristic needs a name", found=repr(name), expected="text")
+        raise RematError(f"name must be non-empty text, got {name!r}", code="remat.heuristic_name")
     if name in _registry or name in ORIGINAL_NAMES:
-        means = f", the original's name of {ORIGINAL_NAMES[name]}" if name in ORIGINAL_NAMES else ""
-        raise RematError(
-            f"there is a heuristic {name!r} already{means}", fix="register it under another name"
+        alias = (
+            f" as the original's name of {ORIGINAL_NAMES[name]}" if name in ORIGINAL_NAMES else ""
         )
-    made = make() if callable(make) else None
-    if not isinstance(made, Heuristic):
         raise RematError(
-            f"nothing makes the heuristic {name!r}",
-            found=type(made if callable(make) else make).__name__,
-            expected="a class derived from gradkeep.remat.Heuristic, or a function that gives one",
+            f"the heuristic {name!r} already exists{alias}",
+            code="remat.heuristic_exists",
+            fix="Register it under another name.",
         )
-    kind = type(made)
+    instance = make() if callable(make) else None
+    if not isinstance(instance, Heuristic):
+        raise RematError(
+            f"make does not build the heuristic {name!r}",
+            code="remat.heuristic_factory",
+            found=type(instance if callable(make) else make).__name__,
+            expected="a subclass of gradkeep.remat.Heuristic, or a function that returns one",
+        )
+    kind = type(instance)
     if kind.score is Heuristic.score and kind.choose is Heuristic.choose:
         raise RematError(
-            f"the heuristic {name!r} cannot choose",
-            found=f"{kind.__name__} defines neither score nor choose",
-            expected="score(storage, clock), whose smallest goes, or choose(pool, clock)",
+            f"the heuristic {name!r} defines neither score nor choose",
+            code="remat.heuristic_incomplete",
+            found=kind.__name__,
+            expected="a method score(storage, clock) or choose(pool, clock)",
         )
     _registry[name] = make
     _own.add(name)
 
 
-def own_heuristics() -> dict[str, Callable[[], Heuristic]]:
-    """What was registered from outside: other processes do not know it."""
+def registered_heuristics() -> dict[str, Callable[[], Heuristic]]:
+    """Return the heuristics added with `register`; other processes do not have them."""
     return {name: _registry[name] for name in _registry if name in _own}
 
 
 def heuristics() -> list[str]:
-    """The names of all heuristics."""
+    """List the names of all heuristics.
+
+    Returns:
+        Built-in and registered names, in the order of their registration.
+    """
     return list(_registry)
 
 
 @_arguments.checked(RematError)
 def heuristic(name: str) -> Heuristic:
-    """A fresh heuristic by its name, ours or the original's."""
+    """Build a heuristic by its name.
+
+    Args:
+        name: A name from `heuristics()`, or the name in the original simulator, such as `"DTREqClass"`.
+
+    Returns:
+        A new heuristic.
+
+    Raises:
+        RematError: If the name is unknown.
+    """
     known = ORIGINAL_NAMES.get(name, name)
     if known not in _registry:
         near = difflib.get_close_matches(name, [*_registry, *ORIGINAL_NAMES], n=3, cutoff=0.4)
         raise RematError(
-            f"there is no heuristic {name!r}; expected one of {', '.join(_registry)}",
-            fix=f"did you mean {' or '.join(near)}?" if near else None,
+            "unknown heuristic",
+            code="remat.unknown_heuristic",
+            found=repr(name),
+            expected=f"one of {', '.join(_registry)}",
+            fix=f"Did you mean {' or '.join(near)}?" if near else None,
         )
-    made = _registry[known]()
-    if known in _own and made.name == Heuristic.name:
-        made.name = known
-    return made
+    instance = _registry[known]()
+    if known in _own and instance.name == Heuristic.name:
+        instance.name = known
+    return instance

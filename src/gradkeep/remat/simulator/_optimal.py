@@ -1,8 +1,8 @@
-"""The cheapest schedule within a budget, by integer programming, with a proven bound.
+"""Find the cheapest schedule within a budget by integer programming, with a proven bound.
 
 Stage t ends with the first run of node t; before that any earlier node may run again, in the order
-of numbers; with more `rounds` it may do so several times over. One more stage at the end brings back
-outputs that were dropped. R[t, i]: node i runs in stage t. S[t, i]: its result is in memory when stage t begins.
+of numbers; with more `rounds` it may do so several times. One more stage at the end brings back
+dropped outputs. R[t, i]: node i runs in stage t. S[t, i]: its result is in memory when stage t begins.
 F[t, i, k]: node i is dropped after node k ran in stage t. After Jain et al., Checkmate (2020).
 """
 
@@ -17,56 +17,77 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtraError, RematError
-from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked, keep_all
+from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, keep_all, validate_schedule
 
 if TYPE_CHECKING:
     from gradkeep.remat.simulator._program import Program
 
-_LARGEST = 200
+_MAX_OPERATORS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best schedule that was found, and how good any could be."""
+    """The best schedule of the integer program, and a bound for all schedules.
+
+    Attributes:
+        status: `"optimal"`, `"time limit"` or `"infeasible"`.
+        schedule: The best schedule, or None.
+        bound: Lower bound of the cost of any schedule of this form.
+        gap: (cost - bound) / cost; 0 when the schedule is proven to be optimal.
+    """
 
     status: Literal["optimal", "time limit", "infeasible"]
     schedule: Schedule | None
     bound: float
-    """No schedule of this form costs less."""
     gap: float
-    """(cost - bound) / cost; 0 when the schedule is proven to be the best."""
 
 
 @_arguments.checked(RematError)
 def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int = 1) -> Optimum:
-    """The least recomputation within `budget` bytes (constants not counted).
+    """Find the schedule with the least recomputation within a budget.
 
     Exact among schedules that run a node at most `rounds` times between two first runs, which is
-    seldom a limit; where nothing fits, one more round is tried. The search stops after `time_limit`
-    seconds with the best schedule so far and a proven gap. Cost: grows steeply; 25 nodes take
+    seldom a limit; if nothing fits, up to two more rounds are tried. Cost: grows steeply; 25 nodes take
     seconds.
+
+    Args:
+        graph: The graph to schedule.
+        budget: Bytes, constants not counted.
+        time_limit: Seconds after which the search stops with the best schedule so far and a proven gap.
+        rounds: How often a node may run between two first runs.
+
+    Returns:
+        The best schedule and its bound.
+
+    Raises:
+        RematError: If the graph is too large, or no schedule fits the budget.
+        MissingExtraError: If scipy is not installed.
     """
-    if len(graph) > _LARGEST:
+    if len(graph) > _MAX_OPERATORS:
         raise RematError(
-            f"this graph is too large for the integer program: {len(graph)} operators",
-            expected=f"at most {_LARGEST}",
-            fix="use a heuristic, or a smaller model of the same shape",
+            "the graph is too large for the integer program",
+            code="remat.graph_too_large",
+            found=f"{len(graph)} operators",
+            expected=f"at most {_MAX_OPERATORS}",
+            fix="Use a heuristic, or a smaller model of the same architecture.",
         )
     if budget < graph.bottleneck:
         raise RematError(
-            f"no schedule fits this budget: {budget} bytes",
+            "no schedule fits the budget",
+            code="remat.budget_too_small",
+            found=f"{budget} bytes",
             expected=f"at least {graph.bottleneck} bytes (plus {graph.constant_bytes} of constants)",
         )
     plain = keep_all(graph)
     if plain.peak <= budget:
         return Optimum("optimal", plain, plain.compute, 0.0)
     end = time.monotonic() + time_limit
-    found = _IntegerProgram(graph, budget, rounds).solve(time_limit)
+    optimum = _IntegerProgram(graph, budget, rounds).solve(time_limit)
     for more in (rounds + 1, rounds + 2):
-        if found.status != "infeasible":
+        if optimum.status != "infeasible":
             break
-        found = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
-    return found
+        optimum = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
+    return optimum
 
 
 @dataclass
@@ -111,7 +132,7 @@ class _IntegerProgram:
             return Optimum(ended, None, self.graph.compute if bound is None else bound, 1.0)
         schedule = self._schedule(np.round(result.x).astype(int))
         bound = min(schedule.compute, float(result.mip_dual_bound))
-        # Costs are whole numbers: a bound within one of the cost proves it.
+        # Costs are integers: a bound less than 1 below the cost proves it.
         proven = schedule.compute - bound < 1 - 1e-6 or result.status == 0
         gap = 0.0 if proven else (schedule.compute - bound) / schedule.compute
         return Optimum(
@@ -149,15 +170,15 @@ class _IntegerProgram:
         return range((len(self.graph) + 1) * self.rounds)
 
     def _new(self, stage: int) -> int:
-        """The node whose first run a stage leads to."""
+        """Return the node whose first run ends a stage."""
         return stage // self.rounds
 
     def _ends(self, stage: int) -> bool:
-        """Whether it is the round in which the new node runs."""
+        """Return True in the round in which the new node runs."""
         return stage % self.rounds == self.rounds - 1
 
     def _nodes(self, stage: int) -> range:
-        """The nodes that may run in a stage."""
+        """Return the nodes that may run in a stage."""
         return range(min(self._new(stage) + self._ends(stage), len(self.graph)))
 
     def _dependencies(self) -> None:
@@ -168,7 +189,7 @@ class _IntegerProgram:
                 for parent in graph.parents[node]:
                     self._constraint([(runs, 1.0), *self._have(stage, parent, -1.0)], high=0)
                 if node < self._new(stage):
-                    # Running what is already there is never needed, and would count twice.
+                    # Running a node whose result is in memory is never needed, and would count twice.
                     stays = self._variable("S", stage, node)
                     self._constraint([(runs, 1.0), (stays, 1.0)], high=1)
             for node in range(self._new(stage)):
@@ -178,12 +199,12 @@ class _IntegerProgram:
             self._constraint(self._have(last, node, 1.0), low=1)
 
     def _have(self, stage: int, node: int, factor: float) -> list[tuple[int, float]]:
-        """The variables of which one must be 1 for the node to be there in or after a stage."""
+        """Return the variables of which one must be 1 for the node to be in memory in or after a stage."""
         names = (("R", stage, node), ("S", stage, node))
         return [(self.names[name], factor) for name in names if name in self.names]
 
     def _memory(self) -> None:
-        """Bytes after each run of each stage, in units of the budget."""
+        """Constrain the bytes after each run of each stage, in units of the budget."""
         graph = self.graph
         children = graph.children
         for stage in self._stages():
@@ -203,7 +224,7 @@ class _IntegerProgram:
                         before.append((drop, -graph.sizes[dropped] / self.budget))
 
     def _drop(self, stage: int, node: int, after: int, children: tuple[int, ...]) -> int | None:
-        """F: may be 1 only if `after` ran, nobody later in the stage reads it, and it is not kept."""
+        """Return F: 1 only if `after` ran, no later node of the stage reads the node, and it is not kept."""
         last = self._stages()[-1]
         if stage == last and node in self.graph.outputs:
             return None
@@ -214,14 +235,14 @@ class _IntegerProgram:
         for child in children:
             if after < child and child in self._nodes(stage):
                 self._constraint([(drop, 1.0), (self._variable("R", stage, child), 1.0)], high=1)
-        # It cannot be dropped twice, nor be dropped if it is not there.
+        # It cannot be dropped twice, nor if it is not in memory.
         if after > node:
             self._constraint([(drop, 1.0), *self._have(stage, node, -1.0)], high=0)
         return drop
 
     def _schedule(self, solution: Any) -> Schedule:
         graph = self.graph
-        there: set[int] = set()
+        in_memory: set[int] = set()
         actions: list[Action] = []
 
         def chosen(*name: Any) -> bool:
@@ -229,41 +250,41 @@ class _IntegerProgram:
 
         for stage in self._stages():
             for node in self._nodes(stage):
-                if chosen("R", stage, node) and node not in there:
+                if chosen("R", stage, node) and node not in in_memory:
                     actions.append(Action("run", node))
-                    there.add(node)
-                    for old in sorted({*graph.parents[node], node} & there):
+                    in_memory.add(node)
+                    for old in sorted({*graph.parents[node], node} & in_memory):
                         if chosen("F", stage, old, node):
                             actions.append(Action("drop", old))
-                            there.remove(old)
+                            in_memory.remove(old)
             if stage + 1 in self._stages():
-                for old in sorted(there):
+                for old in sorted(in_memory):
                     if not chosen("S", stage + 1, old):
                         actions.append(Action("drop", old))
-                        there.remove(old)
-        return checked(graph, actions)
+                        in_memory.remove(old)
+        return validate_schedule(graph, actions)
 
 
-SMALL_ENOUGH = 36
+MAX_SWEEP_OPERATORS = 36
 """Operators, aliases collapsed: with more the integer program seldom ends within a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimumPoint:
-    """What the integer program says about a budget."""
+    """Result of the integer program for a budget."""
 
     status: Literal["ok", "oom", "unproven", "too large"]
     operators: int
-    """Of the graph, aliases collapsed."""
+    """Operators of the graph, aliases collapsed."""
     overhead: float | None = None
-    """Time by the time of running everything once; of the best schedule found."""
+    """Time of the best schedule divided by the time of running everything once."""
     peak: int = 0
     """Bytes, constants included."""
     message: str = ""
 
 
 def optimum_point(program: Program, budget: int, *, time_limit: float) -> OptimumPoint:
-    """The optimum within a budget that counts constants too.
+    """Find the optimum within a budget that includes constants.
 
     >>> from gradkeep.remat import chain
     >>> optimum_point(chain(6, size=1, cost=1), 9, time_limit=10).status
@@ -271,20 +292,22 @@ def optimum_point(program: Program, budget: int, *, time_limit: float) -> Optimu
     """
     graph = Graph.of(program)
     count = len(graph)
-    if count > SMALL_ENOUGH:
-        told = f"{count} operators are too many for the integer program, at most {SMALL_ENOUGH}"
-        return OptimumPoint("too large", count, message=told)
+    if count > MAX_SWEEP_OPERATORS:
+        message = (
+            f"{count} operators are too many for the integer program, at most {MAX_SWEEP_OPERATORS}"
+        )
+        return OptimumPoint("too large", count, message=message)
     room = budget - graph.constant_bytes
     if room < graph.bottleneck:
         least = graph.bottleneck + graph.constant_bytes
         return OptimumPoint("oom", count, message=f"no schedule takes fewer than {least} bytes")
-    found = optimal(graph, budget=room, time_limit=time_limit)
-    if found.schedule is None:
-        unknown = found.status == "time limit"
-        return OptimumPoint("unproven" if unknown else "oom", count, message=found.status)
-    overhead = found.schedule.compute / graph.compute if graph.compute else 1.0
-    peak = found.schedule.peak + graph.constant_bytes
-    if found.gap > 0:
-        told = f"stopped after {time_limit:g} s, at most {found.gap:.1%} above the optimum"
-        return OptimumPoint("unproven", count, overhead, peak, told)
+    optimum = optimal(graph, budget=room, time_limit=time_limit)
+    if optimum.schedule is None:
+        unknown = optimum.status == "time limit"
+        return OptimumPoint("unproven" if unknown else "oom", count, message=optimum.status)
+    overhead = optimum.schedule.compute / graph.compute if graph.compute else 1.0
+    peak = optimum.schedule.peak + graph.constant_bytes
+    if optimum.gap > 0:
+        message = f"stopped after {time_limit:g} s, at most {optimum.gap:.1%} above the optimum"
+        return OptimumPoint("unproven", count, overhead, peak, message)
     return OptimumPoint("ok", count, overhead, peak)

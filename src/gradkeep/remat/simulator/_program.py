@@ -1,4 +1,4 @@
-"""A recorded training step as data: operators, tensors, and the order in which things happen."""
+"""A recorded training step as data: operators, tensors and the order of events."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 CONSTANT = "constant"
-"""The name of operators that stand for inputs and parameters."""
+"""Name of the operators that represent inputs and parameters."""
 
 
 class StepKind(IntEnum):
-    """What a step does."""
+    """Kind of a program step."""
 
     RUN = 0
     """Run an operator for the first time."""
     GET = 1
-    """One more reference to a tensor from outside."""
+    """Add one outside reference to a tensor."""
     PIN = 2
-    """Bring a tensor back if need be, and keep it for good."""
+    """Bring a tensor back if it was evicted, and keep it until the end."""
     RELEASE = 3
-    """One reference from outside less."""
+    """Remove one outside reference to a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator: `results = name(args)`, at a cost."""
+    """An operator with a cost: `results = name(args)`."""
 
     name: str
     cost: int
@@ -53,13 +53,13 @@ class Op:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it stands for an input or a parameter."""
+        """Return True if it represents an input or a parameter."""
         return not self.args and self.name == CONSTANT
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """One thing that happens: `kind` to the operator or tensor with number `index`."""
+    """One event: `kind` applied to the operator or tensor with number `index`."""
 
     kind: StepKind
     index: int
@@ -67,20 +67,25 @@ class ProgramStep:
 
 @dataclass(frozen=True)
 class Program:
-    """A whole step of training: what was computed, and when references came and went."""
+    """A recorded training step: its operators, and when references are added and released.
+
+    Attributes:
+        ops: Operators, numbered in order.
+        steps: Events in the order in which they happen.
+        tensors: Name of every tensor.
+        ignored_releases: Number of releases of names that the log never defined.
+        output_bytes: Bytes reserved for outputs, if they are preallocated instead of pinned at the end.
+    """
 
     ops: tuple[Op, ...]
     steps: tuple[ProgramStep, ...]
     tensors: tuple[str, ...]
-    """The name of every tensor."""
     ignored_releases: int = 0
-    """Releases of names that the log never defined."""
     output_bytes: int = 0
-    """Bytes set aside for outputs, if they are preallocated instead of pinned at the end."""
 
     @cached_property
     def compute(self) -> int:
-        """The cost of running every operator once."""
+        """Cost of running every operator once."""
         return sum(op.cost for op in self.ops)
 
     @cached_property
@@ -90,7 +95,7 @@ class Program:
 
     @cached_property
     def own_sizes(self) -> tuple[int, ...]:
-        """Bytes that each tensor adds by itself; 0 for aliases."""
+        """Bytes that each tensor adds to memory; 0 for aliases."""
         sizes = [0] * len(self.tensors)
         for op in self.ops:
             for number, size in zip(op.results, op.sizes, strict=True):
@@ -99,19 +104,19 @@ class Program:
 
     @cached_property
     def bottleneck_bytes(self) -> int:
-        """The largest sum of one operator's inputs and outputs: no budget below it can work."""
+        """Largest sum of the inputs and outputs of one operator: a lower bound of every budget."""
         own = self.own_sizes
         needs = (sum(op.sizes) + sum(own[number] for number in op.args) for op in self.ops)
         return max(needs, default=0)
 
     def without_releases(self) -> Program:
-        """The same program if nothing outside ever let go of a tensor."""
-        kept = tuple(step for step in self.steps if step.kind is not StepKind.RELEASE)
-        return Program(self.ops, kept, self.tensors, self.ignored_releases, self.output_bytes)
+        """Return the same program without any release of a reference."""
+        steps = tuple(step for step in self.steps if step.kind is not StepKind.RELEASE)
+        return Program(self.ops, steps, self.tensors, self.ignored_releases, self.output_bytes)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file: a reader sees all of it or nothing."""
+    """Write a file atomically: readers see the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, newline="")
@@ -120,12 +125,21 @@ def replace_file(path: Path, text: str) -> None:
 
 @_arguments.checked(RematError)
 def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
-    """A chain of `length` forward operators and their backward ones, all of one size and cost.
+    """Build a chain of forward operators followed by their backward operators.
 
     Backward operator i reads the gradient so far and the i-th activation.
 
-    >>> len(chain(3).ops)
-    7
+    Args:
+        length: Number of forward operators.
+        size: Bytes of every tensor.
+        cost: Time of every operator.
+
+    Returns:
+        A program of `2 * length + 1` operators, the input included.
+
+    Example:
+        >>> len(chain(3).ops)
+        7
     """
     ops = [Op(CONSTANT, 0, (), (0,), (size,), (-1,))]
     steps = [ProgramStep(StepKind.RUN, 0), ProgramStep(StepKind.PIN, 0)]
@@ -158,7 +172,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Line(msgspec.Struct, tag_field="INSTRUCTION", rename="upper"):
-    """A line of a log; the name of the class is the instruction."""
+    """A line of a log; the tag of the class is the instruction."""
 
 
 class _Annotate(_Line, tag="ANNOTATE"):
@@ -221,24 +235,39 @@ def read_log(
     outputs: OutputCondition = "rematerialize",
     from_start: bool = True,
 ) -> Program:
-    """Read a log into a program; O(lines).
+    """Read a log into a program. Cost: O(lines).
 
-    Everything before the annotation START is dropped (`from_start`). Names still referenced at the
-    end are outputs: pinned at the end, or only counted (`outputs="preallocate"`). A mutation makes
-    a new storage of the same size (copy on write). A malformed line raises `RematError` with its
-    number.
+    A mutation makes a new storage of the same size (copy on write).
 
-    >>> lines = ['{"INSTRUCTION": "CONSTANT", "NAME": "x"}',
-    ...          '{"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "8"}']
-    >>> read_log(lines, from_start=False).constant_bytes
-    8
+    Args:
+        source: Path of a log, or its lines.
+        outputs: How to treat names that are still referenced at the end: `"rematerialize"` pins them at
+            the end, `"preallocate"` only counts their bytes (`Program.output_bytes`).
+        from_start: Skip everything before the annotation START.
+
+    Returns:
+        The recorded program.
+
+    Raises:
+        RematError: If the log cannot be read or a line is malformed; the message names the line.
+
+    Example:
+        >>> lines = ['{"INSTRUCTION": "CONSTANT", "NAME": "x"}',
+        ...          '{"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "8"}']
+        >>> read_log(lines, from_start=False).constant_bytes
+        8
     """
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise RematError("the log cannot be read", path=path, found=str(error)) from error
+            raise RematError(
+                "the log cannot be read",
+                code="remat.log_unreadable",
+                path=path,
+                found=str(error),
+            ) from error
         return _LogReader(str(path)).read(text.splitlines(), outputs, from_start=from_start)
     return _LogReader("log").read(source, outputs, from_start=from_start)
 
@@ -247,19 +276,19 @@ class _LogReader:
     def __init__(self, path: str) -> None:
         self.path = path
         self.line = 0
-        """The number of the line that was read last."""
+        """Number of the line that was read last."""
         self.ops: list[Op] = []
         self.steps: list[ProgramStep] = []
         self.names: list[str] = []
         self.storage_sizes: list[int] = []
-        """For every tensor the bytes of its storage."""
+        """Bytes of the storage of every tensor."""
         self.roots: list[int] = []
-        """For every tensor the first tensor of its storage."""
+        """First tensor of the storage of every tensor."""
         self.bound: dict[str, int] = {}
-        """Which tensor a name means now."""
+        """Tensor that each name currently refers to."""
         self.references: list[int] = []
         self.storage_references: list[int] = []
-        """The same for whole storages, at the number of their first tensor."""
+        """References per storage, indexed by the number of its first tensor."""
         self.backward = False
         self.ignored_releases = 0
 
@@ -269,8 +298,9 @@ class _LogReader:
         if from_start and all(row != start for row in self.rows):
             raise RematError(
                 "the log has no annotation START",
+                code="remat.log_without_start",
                 path=self.path,
-                fix="it may be cut off; to read it from the first line, pass from_start=False",
+                fix="Check that it is complete, or pass from_start=False to read it from the first line.",
             )
         for row in self.rows:
             match row:
@@ -287,7 +317,7 @@ class _LogReader:
                 case _Release():
                     self._release(row)
                 case _:
-                    raise self._wrong("MEMORY or ALIAS that belongs to no CALL or CONSTANT")
+                    raise self._error("orphan", "MEMORY or ALIAS without a CALL or CONSTANT")
         output_bytes = self._end(outputs)
         names = tuple(self.names)
         return Program(
@@ -298,37 +328,49 @@ class _LogReader:
         try:
             numbered = enumerate(lines, 1)
         except TypeError:
-            raise self._wrong("no lines", type(lines).__name__) from None
+            raise self._error(
+                "not_iterable", "source must be a path or lines", type(lines).__name__
+            ) from None
         for self.line, text in numbered:
             if not isinstance(text, str):
-                raise self._wrong("not a line of text", repr(text)[:60])
+                raise self._error("not_text", "the line is not text", repr(text)[:60])
             if not text.strip():
                 continue
             try:
                 yield _DECODER.decode(text)
             except (ValueError, RecursionError) as error:
-                raise self._wrong(f"not an instruction: {error}", repr(text[:60])) from error
+                raise self._error(
+                    "not_an_instruction", f"not an instruction ({error})", repr(text[:60])
+                ) from error
 
     def _constant(self, row: _Constant) -> None:
         if row.name in self.bound:
-            raise self._wrong("a constant that exists already", repr(row.name))
+            raise self._error("constant_exists", "the constant already exists", repr(row.name))
         size = self._memory_of(row.name)
         (number,) = self._run(CONSTANT, 0, (), (size,), (-1,), (row.name,))
         self.steps.append(ProgramStep(StepKind.PIN, number))
         self._bind(row.name, number)
 
     def _call(self, row: _Call) -> None:
-        args = tuple(map(self._known, row.args))
+        args = tuple(map(self._lookup, row.args))
         sizes, aliases = [], []
         for name in row.result:
             size, alias = self._memory_of(name), self._alias_of(name)
             if alias >= len(args):
-                raise self._wrong("an alias of no argument", f"ALIAS {alias} of {name}")
+                raise self._error(
+                    "alias_position",
+                    "ALIAS is not a position of an argument",
+                    f"{alias} for {name}",
+                )
             if name in self.bound:
-                raise self._wrong("a result that exists already", repr(name))
+                raise self._error("result_exists", "the result already exists", repr(name))
             if alias >= 0 and size not in (0, self.storage_sizes[args[alias]]):
-                expected = f"{self.storage_sizes[args[alias]]} bytes, as the storage it shares has"
-                raise self._wrong("an alias of another size", f"{size} for {name!r}", expected)
+                expected = (
+                    f"{self.storage_sizes[args[alias]]} bytes, the size of the shared storage"
+                )
+                raise self._error(
+                    "alias_size", "the alias has another size", f"{size} for {name!r}", expected
+                )
             sizes.append(0 if alias >= 0 else size)
             aliases.append(alias)
         results = self._run(row.name, row.time, args, tuple(sizes), tuple(aliases), row.result)
@@ -336,23 +378,25 @@ class _LogReader:
             self._bind(name, number)
 
     def _mutate(self, row: _Mutate) -> None:
-        args = tuple(map(self._known, row.args))
+        args = tuple(map(self._lookup, row.args))
         if any(at >= len(args) for at in row.mutate):
-            raise self._wrong("a mutation of no argument", repr(row.mutate))
+            raise self._error(
+                "mutate_position", "MUTATE is not a position of an argument", repr(row.mutate)
+            )
         sizes = tuple(self.storage_sizes[args[at]] for at in row.mutate)
         names = [self.names[args[at]] + "$" for at in row.mutate]
         results = self._run(row.name, row.time, args, sizes, (-1,) * len(sizes), names)
         for at, number in zip(row.mutate, results, strict=True):
             old = self.bound[row.args[at]]
             self._bind(row.args[at], number)
-            self._let_go(old)
+            self._release_reference(old)
 
     def _copy(self, row: _Copy | _CopyFrom) -> None:
-        source = self._known(row.src)
+        source = self._lookup(row.src)
         if isinstance(row, _CopyFrom):
-            self._let_go(self._known(row.dst))
+            self._release_reference(self._lookup(row.dst))
         elif row.dst in self.bound:
-            raise self._wrong("a copy to a name that exists", row.dst)
+            raise self._error("copy_exists", "the name to copy to already exists", row.dst)
         self._bind(row.dst, source)
         self.steps.append(ProgramStep(StepKind.GET, source))
 
@@ -362,8 +406,10 @@ class _LogReader:
             self.ignored_releases += 1
             return
         if self.storage_references[self.roots[number]] <= 0:
-            raise self._wrong("a release of a storage without references", repr(row.name))
-        self._let_go(number)
+            raise self._error(
+                "release_unreferenced", "the released storage has no references", repr(row.name)
+            )
+        self._release_reference(number)
 
     def _run(
         self,
@@ -391,13 +437,13 @@ class _LogReader:
         self.references[number] += 1
         self.storage_references[self.roots[number]] += 1
 
-    def _let_go(self, number: int) -> None:
+    def _release_reference(self, number: int) -> None:
         self.references[number] -= 1
         self.storage_references[self.roots[number]] -= 1
         self.steps.append(ProgramStep(StepKind.RELEASE, number))
 
     def _end(self, outputs: OutputCondition) -> int:
-        """What is still referenced is an output; bytes of those that are preallocated."""
+        """Treat everything still referenced as an output; return the bytes of preallocated outputs."""
         still = [number for number in self.bound.values() if self.references[number] > 0]
         if outputs == "rematerialize":
             self.steps += [ProgramStep(StepKind.PIN, number) for number in still]
@@ -405,29 +451,32 @@ class _LogReader:
         return sum({self.roots[number]: self.storage_sizes[number] for number in still}.values())
 
     def _memory_of(self, name: str) -> int:
-        """The bytes in the line that must come next."""
+        """Read the MEMORY line that must follow."""
         row = next(self.rows, None)
         if not isinstance(row, _Memory) or row.name != name:
-            raise self._wrong("another line was expected", repr(row), f"MEMORY of {name!r}")
+            raise self._error("unexpected", "unexpected line", repr(row), f"MEMORY of {name!r}")
         return row.memory
 
     def _alias_of(self, name: str) -> int:
-        """The alias in the line that must come next."""
+        """Read the ALIAS line that must follow."""
         row = next(self.rows, None)
         if not isinstance(row, _Alias) or row.name != name:
-            raise self._wrong("another line was expected", repr(row), f"ALIAS of {name!r}")
+            raise self._error("unexpected", "unexpected line", repr(row), f"ALIAS of {name!r}")
         return row.alias
 
-    def _known(self, name: str) -> int:
+    def _lookup(self, name: str) -> int:
         if name not in self.bound:
-            raise self._wrong("a tensor that no line before defines", repr(name))
+            raise self._error("undefined_tensor", "no earlier line defines the tensor", repr(name))
         return self.bound[name]
 
-    def _wrong(self, what: str, found: str = "", expected: str | None = None) -> RematError:
+    def _error(
+        self, reason: str, message: str, details: str = "", expected: str | None = None
+    ) -> RematError:
         return RematError(
-            f"line {max(self.line, 1)}: {what}",
+            f"line {max(self.line, 1)}: {message}",
+            code=f"remat.log_{reason}",
             path=self.path,
-            found=found or None,
+            found=details or None,
             expected=expected,
-            fix="record the step again, or cut the log at the line before",
+            fix="Record the step again, or cut the log off before this line.",
         )

@@ -1,7 +1,7 @@
-"""Schedules over simple graphs: what runs and what is dropped, in order, checked by replaying it.
+"""Schedules over simple graphs: the order of runs and drops, validated by replaying it.
 
-A program becomes such a graph by rewriting: no aliases, one result per operator, no constants.
-Schedules that are known beforehand: keep all, Chen's square root, Revolve.
+`simplify` rewrites a program into such a graph: no aliases, one result per operator, no constants.
+Known schedules: keep everything, Chen's square root rule, Revolve.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Operators with one result each, numbered in the order in which the program first runs them.
+    """A program as operators with one result each, numbered in the order of their first run.
 
-    Constants are left out: their bytes are always there.
+    Constants are left out: their bytes are always in memory.
+
+    Attributes:
+        costs: Time of every node.
+        sizes: Bytes of every node's result.
+        parents: Nodes that each node reads.
+        outputs: Nodes that must be in memory at the end.
+        backward: True for nodes of the backward pass.
+        constant_bytes: Bytes of the constants of the program.
     """
 
     costs: tuple[int, ...]
     sizes: tuple[int, ...]
     parents: tuple[tuple[int, ...], ...]
     outputs: frozenset[int]
-    """Nodes that must be in memory at the end."""
     backward: tuple[bool, ...]
     constant_bytes: int = 0
 
@@ -40,7 +47,17 @@ class Graph:
 
     @classmethod
     def of(cls, program: Program) -> Graph:
-        """The graph of a program: aliases collapsed, results merged, constants left out."""
+        """Build the graph of a program: collapse aliases, merge results, leave out constants.
+
+        Args:
+            program: A recorded step.
+
+        Returns:
+            The graph.
+
+        Raises:
+            RematError: If an operator makes both aliases and new tensors.
+        """
         simple = simplify(program)
         maker = {op.results[0]: number for number, op in enumerate(simple.ops)}
         pins = (step.index for step in simple.steps if step.kind is StepKind.PIN)
@@ -55,21 +72,21 @@ class Graph:
 
     @property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes that read each node."""
-        found: list[list[int]] = [[] for _ in self.costs]
+        """Nodes that read each node."""
+        children: list[list[int]] = [[] for _ in self.costs]
         for node, parents in enumerate(self.parents):
             for parent in parents:
-                found[parent].append(node)
-        return tuple(map(tuple, found))
+                children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @property
     def compute(self) -> int:
-        """The cost of running every node once."""
+        """Cost of running every node once."""
         return sum(self.costs)
 
     @property
     def bottleneck(self) -> int:
-        """No schedule can do with fewer bytes: the largest node with its parents, or the outputs."""
+        """Lower bound of the bytes of any schedule: the largest node with its parents, or the outputs."""
         steps = (
             size + sum(self.sizes[parent] for parent in parents)
             for size, parents in zip(self.sizes, self.parents, strict=True)
@@ -87,7 +104,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A valid order of actions, and what it takes."""
+    """A valid order of actions with its cost and peak."""
 
     actions: tuple[Action, ...]
     compute: int
@@ -96,44 +113,62 @@ class Schedule:
 
 
 @_arguments.checked(RematError)
-def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
-    """Replay actions: raises `RematError` where one is impossible or the program is not done.
+def validate_schedule(graph: Graph, actions: Iterable[Action]) -> Schedule:
+    """Replay actions and return them as a schedule; raise `RematError` if one is impossible.
 
     Every node must run at least once, first in the order of their numbers; at the end the outputs
     must be in memory.
     """
-    kept = tuple(actions)
-    there: set[int] = set()
+    schedule = tuple(actions)
+    in_memory: set[int] = set()
     memory = peak = compute = frontier = 0
-    for action in kept:
+    for action in schedule:
         node = action.node
         if action.what == "drop":
-            if node not in there:
-                raise RematError(f"node {node} is dropped but not in memory")
-            there.remove(node)
+            if node not in in_memory:
+                raise RematError(
+                    f"node {node} is dropped but not in memory", code="remat.schedule_drop"
+                )
+            in_memory.remove(node)
             memory -= graph.sizes[node]
             continue
-        missing = [parent for parent in graph.parents[node] if parent not in there]
-        if missing or node in there or node > frontier:
-            raise RematError(f"node {node} cannot run here", found=f"missing {missing}")
+        missing = [parent for parent in graph.parents[node] if parent not in in_memory]
+        if missing or node in in_memory or node > frontier:
+            raise RematError(
+                f"node {node} cannot run at this point",
+                code="remat.schedule_run",
+                found=f"missing parents {missing}",
+            )
         frontier = max(frontier, node + 1)
-        there.add(node)
+        in_memory.add(node)
         memory += graph.sizes[node]
         compute += graph.costs[node]
         peak = max(peak, memory)
-    if frontier != len(graph) or not graph.outputs <= there:
-        raise RematError("the schedule does not finish the program", found=f"{frontier} nodes run")
-    return Schedule(kept, compute, peak)
+    if frontier != len(graph) or not graph.outputs <= in_memory:
+        raise RematError(
+            "the schedule does not finish the program",
+            code="remat.schedule_unfinished",
+            found=f"{frontier} of {len(graph)} nodes run",
+        )
+    return Schedule(schedule, compute, peak)
 
 
 @_arguments.checked(RematError)
 def simplify(program: Program) -> Program:
-    """The same program without aliases, tuples and constants.
+    """Rewrite a program without aliases, multiple results and constants.
 
-    An alias becomes one more reference to what it is an alias of, and the cost of making it is dropped.
-    The results of an operator become one tensor of their joint size. Inputs and parameters are left
-    out: `Program.constant_bytes` of the original tells their bytes. An operator that makes both aliases
-    and new tensors cannot be expressed and raises.
+    An alias becomes another reference to its source, and the cost of making it is dropped. The results of
+    an operator become one tensor of their joint size. Inputs and parameters are left out; their bytes are
+    `Program.constant_bytes` of the original.
+
+    Args:
+        program: A recorded step.
+
+    Returns:
+        An equivalent program with one result per operator.
+
+    Raises:
+        RematError: If an operator makes both aliases and new tensors.
     """
     ops: list[Op] = []
     steps: list[ProgramStep] = []
@@ -148,7 +183,10 @@ def simplify(program: Program) -> Program:
         op = program.ops[step.index]
         shared = [alias >= 0 for alias in op.aliases]
         if any(shared) and not all(shared):
-            raise RematError(f"{op.name} makes both aliases and new tensors: cannot collapse it")
+            raise RematError(
+                f"{op.name} makes both aliases and new tensors and cannot be collapsed",
+                code="remat.mixed_aliases",
+            )
         if op.is_constant:
             tensors.update(dict.fromkeys(op.results))
             continue
@@ -165,27 +203,34 @@ def simplify(program: Program) -> Program:
             size = sum(op.sizes)
             ops.append(Op(op.name, op.cost, args, (result,), (size,), (-1,), op.backward))
             names.append("+".join(program.tensors[old] for old in op.results))
-        # A tensor is held as often as what became of it was.
-        again = op.results if any(shared) else op.results[1:]
-        held = [number for old in again if (number := tensors[old]) is not None]
+        # The merged tensor has as many references as the tensors it replaces.
+        extra_results = op.results if any(shared) else op.results[1:]
+        held = [number for old in extra_results if (number := tensors[old]) is not None]
         steps += [ProgramStep(StepKind.GET, number) for number in held]
     return dataclasses.replace(program, ops=tuple(ops), steps=tuple(steps), tensors=tuple(names))
 
 
 @_arguments.checked(RematError)
 def keep_all(graph: Graph) -> Schedule:
-    """Nothing is recomputed; a result is dropped after its last use."""
-    return keeping(graph, range(len(graph)))
+    """Build the schedule that recomputes nothing and drops each result after its last use.
+
+    Args:
+        graph: The graph to schedule.
+
+    Returns:
+        The schedule.
+    """
+    return checkpoint_nodes(graph, range(len(graph)))
 
 
 @_arguments.checked(RematError)
-def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
-    """Keep these forward nodes for the backward pass; recompute the others when they are needed.
+def checkpoint_nodes(graph: Graph, nodes: Iterable[int]) -> Schedule:
+    """Build the schedule that keeps some forward nodes and recomputes the others on demand.
 
     A recomputed node stays until its last use. With every k-th node kept this is checkpointing in
     segments.
     """
-    kept = {*nodes, *graph.outputs}
+    checkpoints = {*nodes, *graph.outputs}
     last_use = list(range(len(graph)))
     last_forward = list(last_use)
     for node, parents in enumerate(graph.parents):
@@ -193,63 +238,86 @@ def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
             last_use[parent] = node
             if not graph.backward[node]:
                 last_forward[parent] = node
-    there: set[int] = set()
+    in_memory: set[int] = set()
     actions: list[Action] = []
 
     def bring(node: int) -> None:
         stack = [node]
         while stack:
             top = stack[-1]
-            missing = [parent for parent in graph.parents[top] if parent not in there]
+            missing = [parent for parent in graph.parents[top] if parent not in in_memory]
             if missing:
                 stack.extend(missing)
                 continue
             stack.pop()
-            if top not in there:
+            if top not in in_memory:
                 actions.append(Action("run", top))
-                there.add(top)
+                in_memory.add(top)
 
     for node in range(len(graph)):
         bring(node)
-        for old in sorted(there):
+        for old in sorted(in_memory):
             forward = not graph.backward[node]
-            passed = last_forward[old] <= node and old not in kept and not graph.backward[old]
+            passed = (
+                last_forward[old] <= node and old not in checkpoints and not graph.backward[old]
+            )
             done = last_use[old] <= node
             if old not in graph.outputs and (done or (forward and passed)):
-                there.remove(old)
+                in_memory.remove(old)
                 actions.append(Action("drop", old))
-    for node in sorted(graph.outputs - there):
+    for node in sorted(graph.outputs - in_memory):
         bring(node)
-    return checked(graph, actions)
+    return validate_schedule(graph, actions)
 
 
 @_arguments.checked(RematError)
 def chen(graph: Graph, segments: int | None = None) -> Schedule:
-    """Chen's rule: split the forward nodes into about sqrt(n) segments and keep where they meet."""
+    """Build Chen's schedule: split the forward nodes into segments and keep the nodes between them.
+
+    Args:
+        graph: The graph to schedule.
+        segments: Number of segments; about the square root of the number of forward nodes by default.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        RematError: If `segments` is below 1.
+    """
     forward = [node for node in range(len(graph)) if not graph.backward[node]]
     count = math.isqrt(max(1, len(forward))) if segments is None else segments
     if count < 1:
-        raise RematError("there must be at least one segment", found=segments)
+        raise RematError(f"segments must be at least 1, got {segments}", code="argument.invalid")
     step = max(1, math.ceil(len(forward) / count))
-    return keeping(graph, forward[step - 1 :: step])
+    return checkpoint_nodes(graph, forward[step - 1 :: step])
 
 
 @_arguments.checked(RematError)
 def revolve(graph: Graph, slots: int) -> Schedule:
-    """Griewank's schedule for a chain with `slots` kept activations, optimal in forward runs.
+    """Build Griewank's schedule for a chain, which is optimal in the number of forward runs.
 
     cost(l, s) = min over m of cost of advancing m steps + cost(l - m, s - 1) + cost(m, s).
+
+    Args:
+        graph: The graph of a chain.
+        slots: Number of activations that may be kept.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        RematError: If the graph is not a chain, or `slots` is below 1.
     """
-    forward, backward = _as_chain(graph)
+    forward, backward = _split_chain(graph)
     if slots < 1:
-        raise RematError("Revolve needs at least one slot", found=slots)
+        raise RematError(f"slots must be at least 1, got {slots}", code="argument.invalid")
     prefix = [0]
     for node in forward:
         prefix.append(prefix[-1] + graph.costs[node])
 
     @cache
     def best(low: int, high: int, free: int) -> tuple[int, int]:
-        """The least cost to take back the steps low..high-1, and where to keep an activation."""
+        """Return the least cost of reversing steps low..high-1, and which activation to keep."""
         if high - low <= 1:
             return 0, low
         if free == 0:
@@ -267,25 +335,26 @@ def revolve(graph: Graph, slots: int) -> Schedule:
 
     walk = _ChainWalk(graph, forward, backward, best)
     walk.take_back(0, len(backward), slots)
-    return checked(graph, walk.actions)
+    return validate_schedule(graph, walk.actions)
 
 
 @dataclass
 class _ChainWalk:
-    """Up and down a chain: `held` are the forward steps whose results are being kept."""
+    """Walk along a chain forward and backward; `held` are the forward steps whose results are kept."""
 
     graph: Graph
     forward: list[int]
     backward: list[int]
     best: Callable[[int, int, int], tuple[int, int]]
     actions: list[Action] = field(default_factory=list)
-    there: set[int] = field(default_factory=set)
+    in_memory: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
 
     def advance(self, low: int, high: int) -> None:
-        """Have the result of step high-1, from whatever is there at or after step low-1."""
+        """Compute the result of step high-1 from the latest result at or after step low-1."""
         start = next(
-            (at for at in range(high - 1, low - 1, -1) if self.forward[at] in self.there), low - 1
+            (at for at in range(high - 1, low - 1, -1) if self.forward[at] in self.in_memory),
+            low - 1,
         )
         for at in range(start + 1, high):
             self.run(self.forward[at])
@@ -293,7 +362,7 @@ class _ChainWalk:
                 self.drop(self.forward[at - 1])
 
     def take_back(self, low: int, high: int, free: int) -> None:
-        """Backward steps high-1 down to low; the result of step low-1 is in memory."""
+        """Run backward steps high-1 down to low; the result of step low-1 is in memory."""
         while high - low > 1:
             middle = self.best(low, high, free)[1]
             if middle == low:
@@ -312,7 +381,7 @@ class _ChainWalk:
 
     def back(self, at: int) -> None:
         if at == len(self.forward) - 1:
-            self.advance(at, at + 1)  # the last result is where the way back begins
+            self.advance(at, at + 1)  # the backward pass begins with the last result
         node = self.backward[len(self.backward) - 1 - at]
         self.run(node)
         for parent in self.graph.parents[node]:
@@ -321,15 +390,15 @@ class _ChainWalk:
 
     def run(self, node: int) -> None:
         self.actions.append(Action("run", node))
-        self.there.add(node)
+        self.in_memory.add(node)
 
     def drop(self, node: int) -> None:
-        if node in self.there:
-            self.there.remove(node)
+        if node in self.in_memory:
+            self.in_memory.remove(node)
             self.actions.append(Action("drop", node))
 
 
-def _as_chain(graph: Graph) -> tuple[list[int], list[int]]:
+def _split_chain(graph: Graph) -> tuple[list[int], list[int]]:
     forward = [node for node in range(len(graph)) if not graph.backward[node]]
     backward = [node for node in range(len(graph)) if graph.backward[node]]
     straight = len(forward) == len(backward) and all(
@@ -338,11 +407,12 @@ def _as_chain(graph: Graph) -> tuple[list[int], list[int]]:
     for at, node in enumerate(backward):
         gradient = backward[at - 1] if at else forward[-1]
         activation = len(forward) - 2 - at
-        wanted = {gradient} | ({forward[activation]} if activation >= 0 else set())
-        straight = straight and set(graph.parents[node]) == wanted
+        expected = {gradient} | ({forward[activation]} if activation >= 0 else set())
+        straight = straight and set(graph.parents[node]) == expected
     if not straight:
         raise RematError(
-            "Revolve is for chains: one forward operator after the other, then their gradients",
-            fix="use chen(), keeping() or the optimum for other graphs",
+            "the graph is not a chain of forward operators followed by their gradients",
+            code="remat.not_a_chain",
+            fix="Use chen() or optimal() for other graphs.",
         )
     return forward, backward

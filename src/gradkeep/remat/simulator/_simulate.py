@@ -1,4 +1,4 @@
-"""Run a program in a budget and tell what it cost, and what happened to memory on the way."""
+"""Run a program within a budget and measure its cost and memory over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradkeep.remat.simulator._core import (
 )
 from gradkeep.remat.simulator._heuristics import PoolSample, RandomChoice
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.simulator._neighbourhoods import Heuristic
+from gradkeep.remat.simulator._neighborhoods import Heuristic
 
 if TYPE_CHECKING:
     import os
@@ -33,28 +33,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What happened; where the run did not finish, the counters are those at that point."""
+    """Outcome of a simulation; if the run did not finish, the counters at that point.
+
+    Attributes:
+        status: `"ok"`, `"oom"` (no storage could be evicted) or `"thrash"` (recomputation over the limit).
+        heuristic: Name of the heuristic.
+        policy: Deallocation policy.
+        budget: Bytes.
+        overhead: Time taken divided by the time of running every operator once.
+        peak: Largest number of bytes in memory.
+        compute: Time taken, recomputation included.
+        base_compute: Time of running every operator once.
+        remat_compute: Time of recomputation.
+        evictions: Number of evicted storages.
+        rematerializations: Number of operators run again.
+        ops_run: Number of operators run, recomputation included.
+        heuristic_evaluations: Number of computed scores.
+        accesses: Number of storages accessed by the heuristic, counted as in the original.
+    """
 
     status: Literal["ok", "oom", "thrash"]
     heuristic: str
     policy: Policy
     budget: float
-    """Bytes."""
     overhead: float
-    """Time taken by the time of running every operator once."""
     peak: int
-    """Bytes."""
     compute: int
-    """Time taken, recomputation included."""
     base_compute: int
-    """Time of running every operator once."""
     remat_compute: int
     evictions: int
     rematerializations: int
     ops_run: int
     heuristic_evaluations: int
     accesses: int
-    """How many storages were looked at, as the original counts."""
 
 
 @_arguments.checked(RematError)
@@ -70,22 +81,42 @@ def simulate(
     seed: int = 0,
     timeline: Timeline | None = None,
 ) -> SimulationResult:
-    """Run the program in `budget` bytes; it counts as thrashing beyond `limit` times the base cost.
+    """Simulate a program within a budget.
 
-    `skip_small` and `sample` let the heuristic look at fewer storages; `timeline` collects what
-    happens; `seed` is that of random choices. Accesses are counted as the original counts them.
+    Args:
+        program: A recorded step.
+        heuristic: Name of a heuristic, or a new `Heuristic`.
+        budget: Bytes; unlimited by default.
+        policy: What happens to storages without references: `"ignore"`, `"eager"` (evict at once) or
+            `"banish"` (free permanently).
+        limit: Stop as thrashing when the time exceeds this multiple of the base cost.
+        skip_small: Skip storages below 1 % of the mean size.
+        sample: Score only about 2 sqrt(n) of n storages.
+        seed: Seed of random choices.
+        timeline: Collects memory events.
 
-    >>> from gradkeep.remat import chain
-    >>> simulate(chain(10, size=1, cost=1), budget=5).status
-    'ok'
+    Returns:
+        Status, times and counts; accesses are counted as in the original.
+
+    Raises:
+        RematError: If an argument is invalid.
+
+    Example:
+        >>> from gradkeep.remat import chain
+        >>> simulate(chain(10, size=1, cost=1), budget=5).status
+        'ok'
     """
     if policy not in ("ignore", "eager", "banish"):
-        raise RematError("unknown policy", found=policy, expected="'ignore', 'eager' or 'banish'")
+        raise RematError(
+            f"policy must be 'ignore', 'eager' or 'banish', got {policy!r}", code="argument.invalid"
+        )
     real = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not real or math.isnan(budget) or budget < 0:
-        raise RematError("a budget is a number of bytes", found=repr(budget)[:60])
+        raise RematError(
+            f"budget must be a number of bytes, got {repr(budget)[:60]}", code="argument.invalid"
+        )
     if limit < 1:
-        raise RematError("the limit is a factor of at least 1", found=limit)
+        raise RematError(f"limit must be at least 1, got {limit}", code="argument.invalid")
     chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
     if isinstance(heuristic, str) and isinstance(chooser, RandomChoice):
         chooser.reseed(seed)
@@ -124,17 +155,23 @@ def simulate(
 
 @_arguments.checked(RematError)
 def unlimited_peak(program: Program) -> int:
-    """Bytes that the program needs at once if nothing is ever recomputed.
+    """Compute the bytes that a program needs if nothing is recomputed.
 
-    What nothing refers to any more is gone for good (the policy `banish`); ratios of a budget are
-    taken of this.
+    Storages without references are freed permanently (the policy `banish`). Budget ratios are relative
+    to this peak.
+
+    Args:
+        program: A recorded step.
+
+    Returns:
+        Bytes.
     """
     return simulate(program, heuristic=Heuristic(), policy="banish").peak
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """One operator that ran or one storage that was evicted."""
+    """A run of an operator or an eviction."""
 
     clock: int
     what: Literal["run", "recompute", "evict"]
@@ -145,23 +182,23 @@ class MemoryEvent:
 
 @dataclass(slots=True)
 class Timeline:
-    """Collects events while a core runs."""
+    """Memory events of a run."""
 
     events: list[MemoryEvent] = field(default_factory=list)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """The events as CSV, one line each, for a picture of bytes over time."""
+        """Write the events as CSV, one line each."""
         with Path(file_to_write(path, error=RematError)).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([part.name for part in dataclasses.fields(MemoryEvent)])
             writer.writerows(dataclasses.astuple(event) for event in self.events)
 
-    def ran(self, core: EvictionCore, op: Op, *, again: bool) -> None:
-        """An operator ran."""
-        what: Literal["run", "recompute"] = "recompute" if again else "run"
+    def ran(self, core: EvictionCore, op: Op, *, recompute: bool) -> None:
+        """Add a run of an operator."""
+        what: Literal["run", "recompute"] = "recompute" if recompute else "run"
         self.events.append(MemoryEvent(core.clock, what, op.name, core.memory))
 
     def evicted(self, core: EvictionCore, storage: Storage) -> None:
-        """A storage left memory."""
+        """Add an eviction."""
         name = storage.tensors[0].op.name
         self.events.append(MemoryEvent(core.clock, "evict", name, core.memory))

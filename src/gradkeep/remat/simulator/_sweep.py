@@ -1,4 +1,4 @@
-"""Many simulations: every heuristic at every budget, in parallel, resumable."""
+"""Sweeps: every heuristic at every budget, in parallel and resumable."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
-from gradkeep.remat.simulator._optimal import SMALL_ENOUGH, optimum_point
-from gradkeep.remat.simulator._picture import PictureStyle
+from gradkeep.remat.simulator._heuristics import heuristic, registered_heuristics
+from gradkeep.remat.simulator._optimal import MAX_SWEEP_OPERATORS, optimum_point
+from gradkeep.remat.simulator._plots import FigureStyle
 from gradkeep.remat.simulator._program import read_log, replace_file
 from gradkeep.remat.simulator._schedule import Graph
 from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 MAIN_HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest", "random")
 RowSource = Literal["simulated", "optimum", "online", "planned", "checkpoint"]
-"""How a row came about; the last three are measured on a live model."""
+"""Origin of a row; the last three are measured on a live model."""
 OPTIMUM = "optimum"
-"""In the place of a heuristic: the integer program decides."""
+"""Replaces the heuristic's name in cases that the integer program solves."""
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepCase:
-    """One simulation to be done."""
+    """One simulation to run."""
 
     log: str
     heuristic: str
     ratio: float
-    """Budget by the peak without one."""
+    """Budget divided by the peak without one."""
     policy: Policy = "eager"
     limit: float = 2.0
     releases: bool = True
-    """Without them nothing is ever told to be free."""
+    """Simulate releases of references."""
     seed: int = 0
-    """Of random choices."""
+    """Seed of random choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One simulation or measurement done: a line of the table."""
+    """A finished simulation or measurement: a line of the table."""
 
     log: str
     heuristic: str
@@ -78,7 +78,7 @@ class SweepRow:
 
     @property
     def case(self) -> SweepCase:
-        """What was simulated."""
+        """Return the case of the row."""
         names = (part.name for part in dataclasses.fields(SweepCase))
         return SweepCase(*(getattr(self, name) for name in names))
 
@@ -92,14 +92,14 @@ def sweep_cases(
     limit: float = 2.0,
     releases: bool = True,
 ) -> list[SweepCase]:
-    """Every combination, random choices with ten seeds each.
+    """Build every combination, with ten seeds for random choices.
 
-    Unknown heuristics and ratios that make no sense are refused here.
+    Raises `RematError` for unknown heuristics and invalid ratios.
     """
     trials = {name: heuristic(name).trials for name in heuristics}
     for ratio in ratios:
         if not ratio > 0:
-            raise RematError("a ratio is a share of the peak above 0", found=ratio)
+            raise RematError(f"ratios must be above 0, got {ratio}", code="argument.invalid")
     return [
         SweepCase(os.fspath(log), name, float(ratio), policy, limit, releases, seed)
         for log in logs
@@ -113,49 +113,49 @@ def sweep_cases(
 def optimum_cases(
     logs: Sequence[str | os.PathLike[str]], *, ratios: Sequence[float] = RATIOS
 ) -> list[SweepCase]:
-    """The optimum at every ratio, of the logs that are small enough to find it."""
-    small = [log for log in logs if len(Graph.of(read_log(log))) <= SMALL_ENOUGH]
+    """Build optimum cases at every ratio, for the logs that are small enough."""
+    small = [log for log in logs if len(Graph.of(read_log(log))) <= MAX_SWEEP_OPERATORS]
     return [SweepCase(os.fspath(log), OPTIMUM, float(ratio)) for log in small for ratio in ratios]
 
 
 def sweep(
-    wanted: Iterable[SweepCase],
+    cases: Iterable[SweepCase],
     table: str | os.PathLike[str],
     *,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SweepRow]:
-    """Run the cases that the CSV `table` does not hold yet, adding each row as it is done.
+    """Run the cases that are not in the CSV `table` yet, appending each finished row.
 
-    Interrupt it at any moment and run it again: what is in the table is not done twice. Cases of a
-    heuristic that was registered here run in this process, all others on `workers` processes.
+    Safe to interrupt and run again: rows in the table are not recomputed. Cases of a
+    heuristic registered in this process run here, all others on `workers` processes.
     """
     path = Path(table)
-    every = list(dict.fromkeys(wanted))
+    every = list(dict.fromkeys(cases))
     there = read_table(path) if path.exists() else []
     done = {row.case: row for row in there if row.source in ("simulated", "optimum")}
-    left = [case for case in every if case not in done]
+    pending = [case for case in every if case not in done]
     write_table(path, done.values())
     if progress is not None:
-        progress(len(every) - len(left), len(every))
-    for log in dict.fromkeys(case.log for case in left):
-        _program(log)  # a log that cannot be read is told at once, not by a worker
-    for number, row in enumerate(_rows_of(left, workers), len(every) - len(left) + 1):
+        progress(len(every) - len(pending), len(every))
+    for log in dict.fromkeys(case.log for case in pending):
+        _program(log)  # fail early if a log cannot be read
+    for number, row in enumerate(_rows_of(pending, workers), len(every) - len(pending) + 1):
         done[row.case] = row
         with path.open("a", newline="") as file:
             csv.writer(file).writerow(dataclasses.astuple(row))
         if progress is not None:
             progress(number, len(every))
     rows = [done[case] for case in every]
-    # What earlier runs asked for and this one does not stays, after what this one asks for.
+    # Rows of earlier sweeps stay, after the rows of this one.
     write_table(path, {**{row.case: row for row in rows}, **done}.values())
     return rows
 
 
 def _rows_of(cases: Sequence[SweepCase], workers: int | None) -> Iterator[SweepRow]:
-    """The rows as they are done."""
-    # Other processes do not know a heuristic that was registered in this one.
-    own = own_heuristics()
+    """Yield the rows as they finish."""
+    # Heuristics registered in this process do not exist in others.
+    own = registered_heuristics()
     elsewhere = [case for case in cases if case.heuristic not in own]
     count = max(1, min(len(elsewhere), workers or os.cpu_count() or 1))
     if elsewhere:
@@ -203,7 +203,7 @@ def _program(log: str) -> tuple[Program, int]:
 
 
 def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
-    """The rows of a table; a last line that was cut off by a kill is left out."""
+    """Read the rows of a table; skip a last line that was cut off by a kill."""
     rows = []
     with Path(path).open(newline="") as file:
         for line in csv.DictReader(file):
@@ -213,7 +213,7 @@ def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
 
 
 def write_table(path: Path, rows: Iterable[SweepRow]) -> None:
-    """Write a table: a reader sees all of it or nothing."""
+    """Write a table atomically."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow([part.name for part in dataclasses.fields(SweepRow)])
@@ -223,7 +223,7 @@ def write_table(path: Path, rows: Iterable[SweepRow]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TitledLog:
-    """A log with what a picture calls it."""
+    """A log with its title in figures."""
 
     path: Path
     title: str
@@ -234,7 +234,7 @@ class _ManifestEntry(msgspec.Struct):
     title: str = ""
     name: str = ""
     has_start: Literal[True] = True
-    """A log is read from its annotation START on."""
+    """Logs are read from their annotation START on."""
 
 
 class _Manifest(msgspec.Struct):
@@ -244,36 +244,44 @@ class _Manifest(msgspec.Struct):
 def find_logs(
     places: Sequence[str | os.PathLike[str]],
 ) -> tuple[list[TitledLog], list[str]]:
-    """The logs that files, folders and manifests name, each once, and notes of what was passed over.
+    """Find the logs named by files, folders and manifests, each once; also return notes on skipped ones.
 
-    A folder stands for its `manifest.json`, or without one for all its `.log` files. A manifest lists
-    its models under `models`, or per model as `simrd_config` of an experiment does; paths in it are
-    taken from where it lies or from the folder above. What it names and is not there is passed over
-    with a note, as the original does.
+    A folder is read through its `manifest.json`, or without one all its `.log` files. A manifest lists
+    its models under `models`, or per model as `simrd_config` of an experiment does; its paths are
+    relative to its folder or the folder above. Missing logs of a manifest are skipped with a note, as in
+    the original.
     """
     logs: dict[Path, TitledLog] = {}
     notes: list[str] = []
     for place in map(Path, places):
         manifest = place / "manifest.json" if place.is_dir() else place
         if manifest.suffix == ".json" and manifest.is_file():
-            found = list(_listed(manifest, notes))
+            entries = list(_read_manifest(manifest, notes))
         elif place.is_dir() or place.is_file():
             files = sorted(place.glob("*.log")) if place.is_dir() else [place]
-            found = [TitledLog(file, file.name.split("-")[0]) for file in files]
+            entries = [TitledLog(file, file.name.split("-")[0]) for file in files]
         else:
             raise RematError(
-                "there is no such log", path=place, expected="logs, a folder of them, a manifest"
+                "no such log",
+                code="remat.log_not_found",
+                path=place,
+                expected="a log, a folder of logs or a manifest",
             )
-        if not found and not notes:
-            raise RematError("no logs in here", path=place, expected="files named .log")
-        for log in found:
+        if not entries and not notes:
+            raise RematError(
+                "the folder has no logs",
+                code="remat.no_logs",
+                path=place,
+                expected="files named *.log",
+            )
+        for log in entries:
             logs.setdefault(log.path, log)
     if not logs:
-        raise RematError("none of the logs is there", found="; ".join(notes))
+        raise RematError("all logs are missing", code="remat.logs_missing", found="; ".join(notes))
     return list(logs.values()), notes
 
 
-def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
+def _read_manifest(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
     try:
         content = manifest.read_bytes()
         try:
@@ -283,8 +291,10 @@ def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
             entries = [entry for part in per_model.values() for entry in part]
     except (OSError, ValueError, RecursionError) as error:
         raise RematError(
-            f"this is no manifest of logs: {str(error)[:200]}",
+            "the file is not a manifest of logs",
+            code="remat.manifest_invalid",
             path=manifest,
+            found=str(error)[:200],
             expected='{"models": [{"name": ..., "log": ...}]}, or a list of such per model',
         ) from error
     for entry in entries:
@@ -293,7 +303,7 @@ def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
         options = (folder / entry.log, folder.parent / entry.log, folder / Path(entry.log).name)
         log = next((option for option in options if option.is_file()), None)
         if log is None:
-            notes.append(f"{manifest}: {name!r} is passed over, {entry.log} is not there")
+            notes.append(f"{manifest}: {name!r} is skipped, {entry.log} does not exist")
         else:
             yield TitledLog(log, name)
 
@@ -306,15 +316,15 @@ class Curve:
     policy: Policy = "eager"
     releases: bool = True
     shown: str = ""
-    """Its name in the picture, where that is another."""
+    """Name in the figure, if different."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaperFigure:
-    """One figure: a panel per log, and in each these curves."""
+    """One figure: a panel per log with these curves."""
 
     name: str
-    look: PictureStyle
+    style: FigureStyle
     curves: tuple[Curve, ...]
 
     def cases(
@@ -324,7 +334,7 @@ class PaperFigure:
         ratios: Sequence[float] = RATIOS,
         limit: float = 2.0,
     ) -> list[SweepCase]:
-        """What has to be simulated for it."""
+        """Build the cases to simulate."""
         return [
             case
             for curve in self.curves
@@ -339,7 +349,7 @@ class PaperFigure:
         ]
 
     def rows(self, done: Sequence[SweepRow]) -> list[SweepRow]:
-        """Its part of a finished sweep, under the names that it shows."""
+        """Select its rows of a finished sweep, under the names in the figure."""
         return [
             dataclasses.replace(row, heuristic=curve.shown or curve.heuristic)
             for curve in self.curves
@@ -349,64 +359,64 @@ class PaperFigure:
         ]
 
 
-_SAME = {
+_EQUIVALENT = {
     "ab-exact-size-stale": "dtr",
     "ab-eq-size-stale": "dtr-eq",
     "ab-local-size-stale": "dtr-local",
     "ab-none-size": "largest",
     "ab-none": "random",
 }
-"""Heuristics of the ablation that another figure has too: simulated once."""
+"""Heuristics of the ablation that equal one of another figure: simulated once."""
 _ABLATION = {
-    "exact": "the exact neighbourhood",
+    "exact": "the exact neighborhood",
     "eq": "equivalence classes",
     "local": "its own cost",
     "none": "no cost",
 }
 
 
-def _ablated(part: str) -> list[str]:
+def _ablation_names(part: str) -> list[str]:
     return [f"ab-{part}{rest}" for rest in ("-size-stale", "-size", "-stale", "")]
 
 
 _accesses = PaperFigure(
     "accesses",
-    PictureStyle(
-        "How much looking around choosing takes",
+    FigureStyle(
+        "Metadata accesses of the heuristic",
         "accesses",
-        "storages looked at, as the original counts",
+        "storages accessed, counted as in the original",
         logarithmic=True,
     ),
     tuple(map(Curve, ("dtr", "dtr-eq", "dtr-local"))),
 )
-# For ever, at once, never: banishing has no neighbourhoods that are kept, hence another heuristic.
+# Banishing maintains no neighborhoods, hence another heuristic.
 _banishing = PaperFigure(
     "banishing",
-    PictureStyle("What happens to storages that nobody refers to", by_policy=True),
+    FigureStyle("Deallocation policies", by_policy=True),
     (Curve("dtr-union", "banish"), Curve("dtr"), Curve("dtr", releases=False)),
 )
 PAPER_FIGURES = (
     PaperFigure(
         "pareto",
-        PictureStyle("What a smaller memory budget costs"),
+        FigureStyle("Time against memory budget"),
         tuple(map(Curve, MAIN_HEURISTICS)),
     ),
     _banishing,
     *(
         PaperFigure(
             f"ablation-{part}",
-            PictureStyle(f"What size and staleness are worth with {words}"),
-            tuple(Curve(_SAME.get(name, name), shown=name) for name in _ablated(part)),
+            FigureStyle(f"Ablation of size and staleness with {words}"),
+            tuple(Curve(_EQUIVALENT.get(name, name), shown=name) for name in _ablation_names(part)),
         )
         for part, words in _ABLATION.items()
     ),
     _accesses,
 )
-"""Budgets against time, what to do with dead storages, the ablation in four parts, accesses."""
+"""Budgets against time, deallocation policies, the ablation in four parts, accesses."""
 ABLATE = PaperFigure(
     "ablate",
-    PictureStyle("What each part of the heuristic is worth"),
-    tuple(Curve(name) for part in _ABLATION for name in _ablated(part)),
+    FigureStyle("Ablation of the heuristic"),
+    tuple(Curve(name) for part in _ABLATION for name in _ablation_names(part)),
 )
 ACCESSES = dataclasses.replace(_accesses, curves=(*_accesses.curves, Curve("dtr-union")))
 BANISH = dataclasses.replace(_banishing, name="banish")

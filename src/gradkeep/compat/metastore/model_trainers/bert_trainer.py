@@ -1,4 +1,4 @@
-"""Bert on AG News: `python -m gradkeep.compat.metastore.model_trainers.bert_trainer`"""
+"""Bert on AG News: `python -m gradkeep.compat.metastore.model_trainers.bert_trainer`."""
 
 from __future__ import annotations
 

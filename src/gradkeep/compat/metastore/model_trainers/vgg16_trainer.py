@@ -1,4 +1,4 @@
-"""VGG16 on CIFAR-10: `python -m gradkeep.compat.metastore.model_trainers.vgg16_trainer`"""
+"""VGG16 on CIFAR-10: `python -m gradkeep.compat.metastore.model_trainers.vgg16_trainer`."""
 
 from __future__ import annotations
 

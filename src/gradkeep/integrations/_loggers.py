@@ -1,4 +1,4 @@
-"""What a store knows, written for the boards where people watch their trainings."""
+"""Write the contents of a store to experiment trackers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LoggedStore:
-    """Numbers of a store at steps, distributions of all rows, and tables."""
+    """Scalars and distributions of a store by step, and tables."""
 
     scalars: list[tuple[str, float, int]] = field(default_factory=list)
     """Tag, value and step."""
     distributions: list[tuple[str, Floats, int]] = field(default_factory=list)
-    """Tag, the values of all rows, and step."""
+    """Tag, values of all rows, and step."""
     tables: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = field(default_factory=dict)
     """Columns and rows, by tag."""
 
@@ -49,12 +49,23 @@ def write_tensorboard(
     suspected: int = 50,
     budget: MemoryBudget | None = None,
 ) -> int:
-    """Write losses, accuracies, suspects, evaluations and a budget as TensorBoard's event files.
+    """Write losses, accuracies, suspects, evaluations and a budget as TensorBoard event files.
 
-    Losses of every checkpoint and split stand at the step that its capture has written down, else at
-    its place among the run's checkpoints, as a mean and as a distribution; the `suspected` most
-    suspicious labels and all saved evaluations as tables. Returns how many things were written. Cost:
-    reading the losses.
+    Losses of every checkpoint and split are written as a mean and as a distribution, at the step stored with
+    the capture, else at the checkpoint's position in the run. Cost: reading the losses.
+
+    Args:
+        store: Store to read, or its path.
+        folder: Folder of the event files.
+        suspected: Number of most suspicious labels to write as a table; 0 for none.
+        budget: Memory budget whose report is written too.
+
+    Returns:
+        Number of scalars, distributions and tables written.
+
+    Raises:
+        StoreError: If the store cannot be read or the files cannot be written.
+        MissingExtraError: If tensorboard is not installed.
     """
     _check(suspected, budget)
     where = _arguments.file_path("folder", folder, error=StoreError)
@@ -65,20 +76,25 @@ def write_tensorboard(
         raise MissingExtraError(
             "event files need tensorboard", fix=install_hint("tensorboard")
         ) from error
-    found = logged(opened, suspected=suspected, budget=budget)
+    log = collect_log(opened, suspected=suspected, budget=budget)
     try:
         writer: Any = SummaryWriter(where)
     except OSError as error:
-        raise StoreError("event files cannot be written there", path=where, found=error) from None
+        raise StoreError(
+            "event files cannot be written",
+            code="store.events_not_written",
+            path=where,
+            found=error,
+        ) from None
     with contextlib.closing(writer):
-        for tag, value, step in found.scalars:
+        for tag, value, step in log.scalars:
             writer.add_scalar(tag, value, step)
-        for tag, values, step in found.distributions:
+        for tag, values, step in log.distributions:
             writer.add_histogram(tag, values, step)
-        for tag, (columns, rows) in found.tables.items():
+        for tag, (columns, rows) in log.tables.items():
             lines = [columns, ("---",) * len(columns), *rows]
             writer.add_text(tag, "\n".join(_markdown(line) for line in lines), 0)
-    return len(found)
+    return len(log)
 
 
 @checked(StoreError)
@@ -89,9 +105,23 @@ def write_wandb(
     suspected: int = 50,
     budget: MemoryBudget | None = None,
 ) -> int:
-    """Write the same to a run of Weights & Biases: `write_wandb(store, wandb.init(...))`.
+    """Write losses, accuracies, suspects, evaluations and a budget to a run of Weights & Biases.
 
-    Each step's numbers are one `run.log`, steps rising; tables are `wandb.Table`s.
+    The contents are those of `write_tensorboard`. Each step is one `run.log`, in rising order; tables are
+    `wandb.Table`s.
+
+    Args:
+        store: Store to read, or its path.
+        run: Run returned by `wandb.init()`.
+        suspected: Number of most suspicious labels to write as a table; 0 for none.
+        budget: Memory budget whose report is written too.
+
+    Returns:
+        Number of scalars, distributions and tables written.
+
+    Raises:
+        StoreError: If the store cannot be read or an argument is invalid.
+        MissingExtraError: If wandb is not installed.
     """
     _check(suspected, budget)
     if not callable(getattr(run, "log", None)) or not hasattr(run, "summary"):
@@ -102,23 +132,23 @@ def write_wandb(
     try:
         wandb = importlib.import_module("wandb")
     except ImportError as error:
-        raise MissingExtraError("this needs wandb", fix=install_hint("wandb")) from error
-    found = logged(opened, suspected=suspected, budget=budget)
+        raise MissingExtraError("write_wandb needs wandb", fix=install_hint("wandb")) from error
+    log = collect_log(opened, suspected=suspected, budget=budget)
     by_step: dict[int, dict[str, Any]] = {}
-    for tag, value, step in found.scalars:
+    for tag, value, step in log.scalars:
         by_step.setdefault(step, {})[tag] = value
-    for tag, values, step in found.distributions:
+    for tag, values, step in log.distributions:
         by_step.setdefault(step, {})[tag] = wandb.Histogram(values)
     for step, logged_values in sorted(by_step.items()):
         run.log({"gradkeep/step": step, **logged_values})
-    if found.tables:
+    if log.tables:
         run.log(
             {
                 tag: wandb.Table(columns=list(columns), data=[*map(list, rows)])
-                for tag, (columns, rows) in found.tables.items()
+                for tag, (columns, rows) in log.tables.items()
             }
         )
-    return len(found)
+    return len(log)
 
 
 def _check(suspected: int, budget: MemoryBudget | None) -> None:
@@ -127,8 +157,8 @@ def _check(suspected: int, budget: MemoryBudget | None) -> None:
     optional(instance, "budget", budget, kind=remat.MemoryBudget, error=StoreError)
 
 
-def logged(store: Store, *, suspected: int, budget: MemoryBudget | None) -> LoggedStore:
-    """Losses and accuracies, suspects, evaluations and a budget of a store."""
+def collect_log(store: Store, *, suspected: int, budget: MemoryBudget | None) -> LoggedStore:
+    """Collect losses, accuracies, suspects, evaluations and a budget of a store."""
     log = LoggedStore()
     steps = {
         (run, known.name): place if known.step is None else known.step
@@ -148,20 +178,23 @@ def logged(store: Store, *, suspected: int, budget: MemoryBudget | None) -> Logg
         if {"label", "predicted"} <= set(block.names):
             right = np.asarray(block.column("label")) == np.asarray(block.column("predicted"))
             log.scalars.append((f"accuracy/{name}", float(right.mean()), step))
-    # Without labels or a training split there is nothing to suspect.
+    # Suspects need labels and a training split.
     with contextlib.suppress(GradkeepError):
-        found = suspects(store) if suspected else None
-        if found is not None:
-            ids, values = found.ids[:suspected], np.asarray(found.values)[:suspected]
+        suspected_rows = suspects(store) if suspected else None
+        if suspected_rows is not None:
+            ids, values = (
+                suspected_rows.ids[:suspected],
+                np.asarray(suspected_rows.values)[:suspected],
+            )
             rows = list(zip(ids.tolist(), values.tolist(), strict=True))
             log.tables["suspects"] = ("row", "suspicion"), rows
-    judged = [
+    evaluation_rows = [
         (name, one.metric, one.subject, one.value, *one.interval)
         for name, one in evaluations(store).items()
     ]
-    if judged:
+    if evaluation_rows:
         columns = ("name", "metric", "subject", "value", "low", "high")
-        log.tables["evaluations"] = columns, judged
+        log.tables["evaluations"] = columns, evaluation_rows
     if budget is not None:
         report = budget.report()
         figures = {

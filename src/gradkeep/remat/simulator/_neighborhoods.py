@@ -1,10 +1,10 @@
-"""What every heuristic is, and costs of a storage with what was evicted around it.
+"""Base class of heuristics, and costs of a storage together with its evicted neighborhood.
 
-The neighbourhood of `dtr` and `msps` is exact. The original keeps two sets for every storage in memory,
-one upwards and one downwards: the evicted storages that it reaches through evicted ones only, and those
-in memory where that ends. It changes them at every eviction and builds them again at every run, and its
-count of accesses is the work of doing so. With a bit per storage that work is a few operations on whole
-sets (`EvictedRegions`). The live runtime, where edges also go, searches instead.
+The neighborhood of `dtr` and `msps` is exact. The original maintains two sets for every storage in
+memory, one upwards and one downwards: the evicted storages that it reaches through evicted ones only, and
+the storages in memory where that search ends. It updates them at every eviction and rebuilds them at
+every run, and its access count is the work of doing so. With a bit per storage that work is a few
+operations on whole sets (`EvictedRegions`). The live runtime, which also removes edges, searches instead.
 """
 
 from __future__ import annotations
@@ -22,51 +22,93 @@ if TYPE_CHECKING:
     from gradkeep.remat.simulator._core import Storage, TensorNode
 
 Pool = dict["Storage", None]
-"""The storages that may go, in the order in which they came to be free."""
+"""Storages that may be evicted, in the order in which they were unlocked."""
 
 
 class Heuristic:
-    """Base: scores every storage of the pool; the last of the lowest goes, the first that is free.
+    """Base class of eviction heuristics: the storage with the smallest score is evicted.
 
-    `arrived` and `evicted` keep a heuristic's own books; `score` may be called for storages that are
-    in memory and not locked. One of your own is known by name once it is registered:
+    Among equal scores the last storage of the pool is chosen; a score of 0 ends the search. Subclasses
+    override `score` or `choose`; `arrived` and `evicted` update their own bookkeeping. `score` is only
+    called for storages that are in memory and not locked. Register a subclass to use it by name.
 
-    >>> class Oldest(Heuristic):
-    ...     def score(self, storage, clock):
-    ...         return storage.number
-    >>> from gradkeep.remat import chain, register, simulate
-    >>> register("oldest-first", Oldest)
-    >>> simulate(chain(10), heuristic="oldest-first", budget=8).heuristic
-    'oldest-first'
+    Example:
+        >>> class Oldest(Heuristic):
+        ...     def score(self, storage, clock):
+        ...         return storage.number
+        >>> from gradkeep.remat import chain, register, simulate
+        >>> register("oldest-first", Oldest)
+        >>> simulate(chain(10), heuristic="oldest-first", budget=8).heuristic
+        'oldest-first'
     """
 
     name = "keep"
     evaluations = 0
-    """How many scores were asked for."""
+    """Number of computed scores."""
     accesses = 0
-    """How many storages were looked at to answer, and to keep the books, as the original counts."""
+    """Number of storages accessed for scores and bookkeeping, counted as in the original."""
 
     trials = 1
-    """How many seeds a picture takes the mean and the range of."""
+    """Number of seeds whose mean and range a figure shows."""
 
     def score(self, storage: Storage, clock: int) -> float:
-        """What evicting the storage would cost."""
+        """Compute the cost of evicting a storage.
+
+        Args:
+            storage: A storage in memory.
+            clock: Current time.
+
+        Returns:
+            The score; the storage with the smallest one is evicted.
+        """
         raise NotImplementedError
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
-        """The storage came into memory, for the first time or again."""
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
+        """Update the bookkeeping after a storage came into memory.
+
+        Args:
+            storage: The storage.
+            recomputed: True if it was evicted before.
+        """
 
     def evicted(self, storage: Storage) -> None:
-        """The storage left memory."""
+        """Update the bookkeeping after an eviction.
+
+        Args:
+            storage: The evicted storage.
+        """
 
     def declared(self, results: Sequence[TensorNode]) -> None:
-        """An operator is about to run for the first time; simulations tell, except of `banish`."""
+        """Update the bookkeeping before an operator runs for the first time.
+
+        Only called in simulations, and not under the policy `banish`.
+
+        Args:
+            results: Results of the operator.
+        """
 
     def ran(self, storages: Sequence[Storage]) -> None:
-        """One run brought these into memory, after `arrived` of each; told likewise."""
+        """Update the bookkeeping after one run brought storages into memory.
+
+        Called after `arrived` of each storage, under the same conditions as `declared`.
+
+        Args:
+            storages: The storages.
+        """
 
     def choose(self, pool: Pool, clock: int) -> Storage:
-        """The storage of the pool to evict, in the pool's order."""
+        """Choose the storage to evict.
+
+        Args:
+            pool: Evictable storages, in the order in which they were unlocked.
+            clock: Current time.
+
+        Returns:
+            A storage of the pool.
+
+        Raises:
+            RematError: If no storage has a comparable score.
+        """
         best, chosen, score = math.inf, None, self.score
         scanned = 0
         for storage in pool:
@@ -80,27 +122,28 @@ class Heuristic:
         self.accesses += scanned
         if chosen is None:
             raise RematError(
-                f"the heuristic {self.name!r} gave no storage a score",
+                f"the heuristic {self.name!r} scores no storage",
+                code="remat.heuristic_score",
                 found=repr(score(next(iter(pool)), clock)),
-                expected="a number for at least one; the storage with the smallest goes",
+                expected="a number for at least one storage",
             )
         return chosen
 
 
 class CostRatio(Heuristic):
-    """A numerator over size, staleness, both or nothing."""
+    """Score a numerator divided by size, staleness, both or nothing."""
 
     uses_size = True
     uses_staleness = True
     recounts = False
-    """The original works a numerator out anew each time: its accesses count though it is kept."""
+    """Count the accesses of a cached numerator, because the original recomputes it each time."""
 
     def numerator(self, storage: Storage) -> float:
-        """What would have to be recomputed."""
+        """Compute the cost of recomputation."""
         raise NotImplementedError
 
     def choose(self, pool: Pool, clock: int) -> Storage:
-        # The same as the base's loop, written out: this is where a simulation spends its time.
+        # The loop of the base class with `score` inlined: simulations spend their time here.
         best, chosen, numerator = math.inf, None, self.numerator
         size, stale, recounts = self.uses_size, self.uses_staleness, self.recounts
         scanned = looked = 0
@@ -115,7 +158,7 @@ class CostRatio(Heuristic):
                 if top is None:
                     top = numerator(storage)
                 elif recounts:
-                    looked += storage.edges_above + storage.edges_below + storage.looks
+                    looked += storage.edges_above + storage.edges_below + storage.extra_accesses
                 if under > 0:
                     cost = top / under
             if cost <= best:
@@ -137,11 +180,11 @@ class _EvictedClass:
         self.parent: _EvictedClass | None = None
         self.compute = compute
         self.watchers: list[Storage] = []
-        """Storages whose numerator was worked out with this group's cost."""
+        """Storages whose cached numerator includes this class's cost."""
 
 
 def _root(group: _EvictedClass) -> tuple[_EvictedClass, int]:
-    """The root of a class, and how many nodes were looked at to find it; all then point to it."""
+    """Return the root of a class and the number of nodes visited, with path compression."""
     top, seen = group, 1
     while top.parent is not None:
         top = top.parent
@@ -153,7 +196,7 @@ def _root(group: _EvictedClass) -> tuple[_EvictedClass, int]:
 
 
 class EquivalenceClasses(CostRatio):
-    """The evicted classes beside the storage; merged as storages go, never split as they return."""
+    """Add the costs of adjacent evicted classes; classes merge on eviction and never split."""
 
     name = "dtr-eq"
 
@@ -162,12 +205,12 @@ class EquivalenceClasses(CostRatio):
     def numerator(self, storage: Storage) -> float:
         total, seen, later = storage.compute, [], 0
         looked = storage.edges_above + storage.edges_below
-        for neighbour in (*storage.above, *storage.below):
-            if neighbour.material:
+        for neighbor in (*storage.above, *storage.below):
+            if neighbor.material:
                 continue
-            group = neighbour.group
+            group = neighbor.group
             if not isinstance(group, _EvictedClass):
-                # It was never in memory: its operator is waiting for this one.
+                # Never in memory: its operator is waiting for this one.
                 looked += 1
                 continue
             root, nodes = _root(group)
@@ -178,7 +221,7 @@ class EquivalenceClasses(CostRatio):
                 total += root.compute
                 root.watchers.append(storage)
         self.accesses += looked
-        storage.looks = later
+        storage.extra_accesses = later
         storage.cached = total
         return total
 
@@ -186,11 +229,11 @@ class EquivalenceClasses(CostRatio):
         group = _EvictedClass(storage.compute)
         storage.group = group
         looked = storage.edges_above + storage.edges_below
-        for neighbour in (*storage.below, *storage.above):
-            if neighbour.material:
-                neighbour.cached = None
-            elif isinstance(neighbour.group, _EvictedClass):
-                root, nodes = _root(neighbour.group)
+        for neighbor in (*storage.below, *storage.above):
+            if neighbor.material:
+                neighbor.cached = None
+            elif isinstance(neighbor.group, _EvictedClass):
+                root, nodes = _root(neighbor.group)
                 looked += nodes + 1
                 if root is not group:
                     _changed(root)
@@ -200,7 +243,7 @@ class EquivalenceClasses(CostRatio):
                 looked += 2
         self.accesses += looked
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
         storage.cached = None
         group = storage.group
         looked = 2
@@ -211,9 +254,9 @@ class EquivalenceClasses(CostRatio):
             _changed(root)
             storage.group = None
         self.accesses += looked
-        if again:
-            for neighbour in (*storage.above, *storage.below):
-                neighbour.cached = None
+        if recomputed:
+            for neighbor in (*storage.above, *storage.below):
+                neighbor.cached = None
 
 
 def _changed(group: _EvictedClass) -> None:
@@ -222,8 +265,8 @@ def _changed(group: _EvictedClass) -> None:
     group.watchers.clear()
 
 
-class ExactNeighbourhood(CostRatio):
-    """All evicted storages that would have to come back, and those that would then need this one."""
+class ExactNeighborhood(CostRatio):
+    """Add the costs of all evicted ancestors and descendants that recomputation would involve."""
 
     name = "dtr"
     upwards = True
@@ -231,9 +274,9 @@ class ExactNeighbourhood(CostRatio):
 
     def __init__(self) -> None:
         self._changed: list[Storage] = []
-        """Storages that came or went since the last choice."""
+        """Storages that arrived or were evicted since the last choice."""
         self._regions: EvictedRegions | None = None
-        """In place of searches, where every operator is announced."""
+        """Replaces searches if every operator is declared."""
 
     def numerator(self, storage: Storage) -> float:
         total = storage.compute
@@ -243,7 +286,10 @@ class ExactNeighbourhood(CostRatio):
             if self._regions is not None:
                 total += self._regions.cost(storage, upwards=upwards)
             else:
-                total += sum(found.compute for found in self.reachable(storage, upwards=upwards))
+                total += sum(
+                    storage_reached.compute
+                    for storage_reached in self.reachable(storage, upwards=upwards)
+                )
         storage.cached = total
         return total
 
@@ -257,29 +303,29 @@ class ExactNeighbourhood(CostRatio):
             self.accesses += self._regions.arrived(storages)
 
     def reachable(self, storage: Storage, *, upwards: bool) -> set[Storage]:
-        """Evicted storages reached through evicted ones only."""
-        found: set[Storage] = set()
+        """Find the evicted storages reached through evicted ones only."""
+        reached: set[Storage] = set()
         stack = [storage]
         while stack:
             place = stack.pop()
-            beside = place.above if upwards else place.below
+            neighbors = place.above if upwards else place.below
             self.accesses += place.edges_above if upwards else place.edges_below
-            for other in beside:
-                if not other.material and other not in found:
-                    found.add(other)
+            for other in neighbors:
+                if not other.material and other not in reached:
+                    reached.add(other)
                     stack.append(other)
-        found.discard(storage)
-        return found
+        reached.discard(storage)
+        return reached
 
     def evicted(self, storage: Storage) -> None:
         if self._regions is not None:
-            self.accesses += self._regions.left(storage)
+            self.accesses += self._regions.note_eviction(storage)
         else:
             self._changed.append(storage)
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
         storage.cached = None
-        if again and self._regions is None:
+        if recomputed and self._regions is None:
             self._changed.append(storage)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
@@ -288,10 +334,10 @@ class ExactNeighbourhood(CostRatio):
         return super().choose(pool, clock)
 
     def _forget(self) -> None:
-        """Forget the numerators that changes since the last choice have made wrong.
+        """Clear cached numerators that changes since the last choice have invalidated.
 
         A storage in memory is affected only if it reaches a changed one through evicted ones, so
-        one search from all changed storages at once finds them, each evicted storage once.
+        one search from all changed storages at once finds them, visiting each evicted storage once.
         """
         for upwards in (True, False):
             seen = set(self._changed)
@@ -307,53 +353,53 @@ class ExactNeighbourhood(CostRatio):
         self._changed.clear()
 
 
-class EvictedAncestors(ExactNeighbourhood):
-    """What must come back first, by size: the memory that is saved per second."""
+class EvictedAncestors(ExactNeighborhood):
+    """Divide the cost of evicted ancestors by size: memory saved per second."""
 
     name = "msps"
     uses_staleness = False
     downwards = False
 
 
-class UnionNeighbourhood(ExactNeighbourhood):
-    """The neighbourhood counted once, and as stale as its freshest member."""
+class UnionNeighborhood(ExactNeighborhood):
+    """Count the neighborhood once, with the staleness of its freshest member."""
 
     name = "dtr-union"
 
     def declared(self, results: Sequence[TensorNode]) -> None:
-        """It looks anew each time, as the original does, and keeps no books."""
+        """Do nothing: the neighborhood is searched for every score, as in the original."""
 
     def evicted(self, storage: Storage) -> None:
-        """Likewise."""
+        """Do nothing."""
 
-    def arrived(self, storage: Storage, *, again: bool) -> None:
-        """Likewise."""
+    def arrived(self, storage: Storage, *, recomputed: bool) -> None:
+        """Do nothing."""
 
     def choose(self, pool: Pool, clock: int) -> Storage:
         return Heuristic.choose(self, pool, clock)
 
     def score(self, storage: Storage, clock: int) -> float:
         around = self.reachable(storage, upwards=True) | self.reachable(storage, upwards=False)
-        accessed = max([storage.last_access, *(found.last_access for found in around)])
+        accessed = max([storage.last_access, *(member.last_access for member in around)])
         under = storage.size * (clock - accessed)
-        top = storage.compute + sum(found.compute for found in around)
+        top = storage.compute + sum(member.compute for member in around)
         return top / under if under > 0 else math.inf
 
 
 _FEW = 24
-"""Up to so many bits are found one by one."""
+"""Up to this number of set bits are extracted one by one."""
 
 
 class _BitWeights:
-    """A whole number for every bit, and their sum over any set of bits."""
+    """An integer weight for every bit, and its sum over any set of bits."""
 
     def __init__(self) -> None:
         self._values: list[int] = []
         self._planes: list[int] = []
-        """Plane k has the bits of those whose number has 2^k in it."""
+        """Plane k has the bits whose weight contains 2^k."""
 
     def put(self, number: int, value: int) -> None:
-        """The number of a bit from now on."""
+        """Set the weight of a bit."""
         while len(self._values) <= number:
             self._values.append(0)
         changed = self._values[number] ^ value
@@ -367,7 +413,7 @@ class _BitWeights:
             changed ^= 1 << plane
 
     def total(self, bits: int) -> int:
-        """The sum over a set."""
+        """Sum the weights of a set of bits."""
         if not bits:
             return 0
         if bits.bit_count() <= _FEW:
@@ -375,28 +421,28 @@ class _BitWeights:
         return sum((bits & plane).bit_count() << k for k, plane in enumerate(self._planes))
 
 
-class _Way:
-    """One direction: from each storage to its neighbours, and on through evicted ones."""
+class _Direction:
+    """One direction of edges: neighbors of each storage, and the reach through evicted ones."""
 
     def __init__(self) -> None:
-        self.beside: list[list[int]] = []
-        """Direct neighbours."""
-        self.near: list[int] = []
-        """The same as bits."""
-        self.far: list[int] = []
-        """All that is reached: evicted ones, and those in memory where it ends."""
+        self.neighbors: list[list[int]] = []
+        """Direct neighbors."""
+        self.neighbor_bits: list[int] = []
+        """Direct neighbors as bits."""
+        self.reach: list[int] = []
+        """Everything reached: evicted storages, and those in memory where the search ends."""
         self.known = 0
-        """The storages for which that is right; of the others it is found when it is asked for."""
+        """Storages whose `reach` is up to date; the others are updated on demand."""
         self.edges = _BitWeights()
-        """Of each storage, the edges of its tensors."""
+        """Number of edges of each storage's tensors."""
 
 
 class EvictedRegions:
-    """Follows a run of the eviction core; edges may only be added."""
+    """Reachability through evicted storages during a run; edges may only be added."""
 
     def __init__(self) -> None:
         self.evicted = 0
-        self.down, self.up = _Way(), _Way()
+        self.down, self.up = _Direction(), _Direction()
         self._storages: list[Storage] = []
         self._costs = _BitWeights()
         self._ordered = True
@@ -406,11 +452,11 @@ class EvictedRegions:
         bit = 1 << storage.number
         self._storages.append(storage)
         self.evicted |= bit
-        for way in (self.down, self.up):
-            way.beside.append([])
-            way.near.append(0)
-            way.far.append(0)
-            way.known |= bit
+        for direction in (self.down, self.up):
+            direction.neighbors.append([])
+            direction.neighbor_bits.append(0)
+            direction.reach.append(0)
+            direction.known |= bit
 
     def _weigh(self, storage: Storage) -> None:
         self._costs.put(storage.number, storage.compute)
@@ -418,7 +464,7 @@ class EvictedRegions:
         self.down.edges.put(storage.number, storage.edges_below)
 
     def declared(self, results: Sequence[TensorNode]) -> None:
-        """An operator is about to run for the first time."""
+        """Add the results of an operator before its first run."""
         for tensor in results:
             if tensor.storage.number == len(self._storages):
                 self._add(tensor.storage)
@@ -428,123 +474,130 @@ class EvictedRegions:
             self.down.edges.put(origin.number, origin.edges_below)
             for tensor in results:
                 if tensor.storage is not origin:
-                    self._join(origin.number, tensor.storage.number)
+                    self._add_edge(origin.number, tensor.storage.number)
 
-    def _join(self, above: int, below: int) -> None:
-        if self.down.near[above] >> below & 1:
+    def _add_edge(self, above: int, below: int) -> None:
+        if self.down.neighbor_bits[above] >> below & 1:
             return
         self._ordered = self._ordered and above < below
-        for way, back, start, end in (
+        for direction, back, start, end in (
             (self.down, self.up, above, below),
             (self.up, self.down, below, above),
         ):
             more = 1 << end
             if self.evicted >> end & 1:
-                self._learn(way, more)
-                more |= way.far[end]
-            way.beside[start].append(end)
-            way.near[start] |= 1 << end
-            way.far[start] |= more
+                self._update_reach(direction, more)
+                more |= direction.reach[end]
+            direction.neighbors[start].append(end)
+            direction.neighbor_bits[start] |= 1 << end
+            direction.reach[start] |= more
             if self.evicted >> start & 1:
-                self._learn(back, 1 << start)
-                self._widen(way, back.far[start], more)
+                self._update_reach(back, 1 << start)
+                self._extend_reach(direction, back.reach[start], more)
 
-    def _widen(self, way: _Way, ends: int, more: int) -> None:
-        """These reach more from now on; the evicted ones among them are many, and seldom asked."""
+    def _extend_reach(self, direction: _Direction, ends: int, more: int) -> None:
+        """Extend the reach of storages; evicted ones are only marked as outdated."""
         for number in _numbers(ends & ~self.evicted):
-            way.far[number] |= more
-        way.known &= ~(ends & self.evicted)
+            direction.reach[number] |= more
+        direction.known &= ~(ends & self.evicted)
 
-    def _learn(self, way: _Way, wanted: int) -> None:
-        """See to it that what is reached from these is known."""
-        new = todo = wanted & ~way.known
+    def _update_reach(self, direction: _Direction, bits: int) -> None:
+        """Bring `reach` of these storages up to date."""
+        new = todo = bits & ~direction.known
         while new:
-            near = 0
+            neighbor_bits = 0
             for number in _numbers(new):
-                near |= way.near[number]
-            new = near & self.evicted & ~way.known & ~todo
+                neighbor_bits |= direction.neighbor_bits[number]
+            new = neighbor_bits & self.evicted & ~direction.known & ~todo
             todo |= new
         if todo:
-            self._rebuild(way, _numbers(todo))
-            way.known |= todo
+            self._rebuild(direction, _numbers(todo))
+            direction.known |= todo
 
-    def _rebuild(self, way: _Way, numbers: list[int]) -> None:
-        """Find what these reach, from what those that they are beside of reach."""
-        far, near, beside, storages = way.far, way.near, way.beside, self._storages
-        if way is self.down:
+    def _rebuild(self, direction: _Direction, numbers: list[int]) -> None:
+        """Recompute `reach` of these storages from their neighbors."""
+        reach, neighbor_bits, neighbors, storages = (
+            direction.reach,
+            direction.neighbor_bits,
+            direction.neighbors,
+            self._storages,
+        )
+        if direction is self.down:
             numbers.reverse()
         if not self._ordered:
             for number in numbers:
-                far[number] = near[number]
+                reach[number] = neighbor_bits[number]
         settled = False
         while not settled:
             settled = True
             for number in numbers:
-                found = near[number]
-                for end in beside[number]:
+                bits = neighbor_bits[number]
+                for end in neighbors[number]:
                     if not storages[end].material:
-                        found |= far[end]
-                settled = settled and (self._ordered or found == far[number])
-                far[number] = found
+                        bits |= reach[end]
+                settled = settled and (self._ordered or bits == reach[number])
+                reach[number] = bits
 
     def arrived(self, storages: Iterable[Storage]) -> int:
-        """These came into memory by one run; returns the accesses of building sets anew."""
+        """Mark storages that one run brought into memory; return the accesses of rebuilding sets."""
         numbers = [storage.number for storage in storages]
         these = sum(1 << number for number in numbers)
-        for way in (self.down, self.up):
-            self._learn(way, these)
+        for direction in (self.down, self.up):
+            self._update_reach(direction, these)
         self.evicted &= ~these
         accesses = 0
-        for way, back in ((self.down, self.up), (self.up, self.down)):
+        for direction, back in ((self.down, self.up), (self.up, self.down)):
             ends = 0
             for number in numbers:
-                ends |= back.far[number]
-                if way.far[number]:
-                    # What came back is passed through no longer by those that reached it.
-                    way.known &= ~back.far[number]
+                ends |= back.reach[number]
+                if direction.reach[number]:
+                    # Storages that reached it no longer reach anything through it.
+                    direction.known &= ~back.reach[number]
             ends &= ~self.evicted & ~these
-            self._learn(way, ends | these)
+            self._update_reach(direction, ends | these)
             for number in _numbers(ends | these):
-                # The edges seen on the way from a storage through all evicted ones that it reaches.
-                accesses += way.edges.total((way.far[number] & self.evicted) | 1 << number)
+                # Edges of the storage and of all evicted ones that it reaches.
+                accesses += direction.edges.total(
+                    (direction.reach[number] & self.evicted) | 1 << number
+                )
             for number in _numbers(ends):
                 self._storages[number].cached = None
         return accesses
 
-    def left(self, storage: Storage) -> int:
-        """A storage was evicted; returns the accesses of taking its sets into its neighbours'."""
+    def note_eviction(self, storage: Storage) -> int:
+        """Mark an evicted storage; return the accesses of merging its sets into its neighbors'."""
         number, accesses = storage.number, 0
         bit = 1 << number
-        for way in (self.down, self.up):
-            self._learn(way, bit)
-        for way, back in ((self.down, self.up), (self.up, self.down)):
-            added, ends = way.far[number], back.far[number] & ~bit
+        for direction in (self.down, self.up):
+            self._update_reach(direction, bit)
+        for direction, back in ((self.down, self.up), (self.up, self.down)):
+            added, ends = direction.reach[number], back.reach[number] & ~bit
             inner = added & self.evicted & ~bit
-            self._learn(way, ends & ~self.evicted)
+            self._update_reach(direction, ends & ~self.evicted)
             for end in _numbers(ends & ~self.evicted):
-                accesses += (inner & ~way.far[end]).bit_count() + 1
+                accesses += (inner & ~direction.reach[end]).bit_count() + 1
                 self._storages[end].cached = None
-            self._widen(way, ends, added)
+            self._extend_reach(direction, ends, added)
         self.evicted |= bit
         return accesses
 
     def cost(self, storage: Storage, *, upwards: bool) -> int:
-        """What the evicted storages that are reached from one cost together."""
-        way, bit = self.up if upwards else self.down, 1 << storage.number
-        self._learn(way, bit)
-        return self._costs.total(way.far[storage.number] & self.evicted & ~bit)
+        """Sum the costs of the evicted storages reached from a storage."""
+        direction, bit = self.up if upwards else self.down, 1 << storage.number
+        self._update_reach(direction, bit)
+        return self._costs.total(direction.reach[storage.number] & self.evicted & ~bit)
 
 
 def _numbers(bits: int) -> list[int]:
-    """The positions of the bits that are set, from the lowest.
+    """Return the positions of the set bits, lowest first.
 
     >>> _numbers(0b1011)
     [0, 1, 3]
     """
     if bits.bit_count() > _FEW:
         raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
-        found: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
-        return found
+        positions: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+        return positions
     few = []
     while bits:
         low = bits & -bits

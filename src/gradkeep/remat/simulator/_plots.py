@@ -1,8 +1,8 @@
-"""One picture of a sweep that a person understands at a glance.
+"""Figures of a sweep.
 
-Simulated lines are thin, measured ones thick: dashes where a heuristic decides as the model runs,
-solid where it follows a plan. Checkpoints are points without a line, for each placement has one peak;
-the optimum is dotted, with stars.
+Simulated lines are thin, measured ones thick: dashed for the online runtime, solid for plans.
+Checkpoints are points without a line, because each placement has one peak; the optimum is dotted,
+with stars.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.simulator._sweep import RowSource, SweepRow
 
-_COLOURS = (
+_COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"),
     *("#8c510a", "#5e3c99", "#1b7837", "#b2182b", "#2166ac", "#bf812d", "#762a83", "#35978f"),
 )
-MARKERS = "o^svPX<>hd8p1"  # the diamond is for plans
+MARKERS = "o^svPX<>hd8p1"  # plans use the diamond
 _STYLES: dict[RowSource, dict[str, Any]] = {
     "simulated": {"linewidth": 1.2, "markersize": 4},
     "online": {"linewidth": 2.4, "linestyle": "--", "markersize": 8, "markerfacecolor": "white"},
@@ -33,7 +33,7 @@ _STYLES: dict[RowSource, dict[str, Any]] = {
     "checkpoint": {"linestyle": "none", "marker": "$C$", "markersize": 8},
     "optimum": {"linewidth": 1.6, "linestyle": ":", "marker": "*", "markersize": 10},
 }
-_OWN_COLOURS = {"planned": "#b2182b", "checkpoint": "#444444", "optimum": "#000000"}
+_FIXED_COLORS = {"planned": "#b2182b", "checkpoint": "#444444", "optimum": "#000000"}
 _LABELS: dict[RowSource, str] = {
     "simulated": "{}, simulated",
     "online": "{}, online, measured",
@@ -45,38 +45,38 @@ _ENDED = {"$T$": ("thrash", "gave up"), "$M$": ("oom", "over budget", "infeasibl
 
 
 @dataclass(frozen=True, slots=True)
-class PictureStyle:
-    """What a picture of a sweep shows."""
+class FigureStyle:
+    """Titles and axes of a figure of a sweep."""
 
     title: str
     measure: str = "overhead"
-    """The column on the vertical axis."""
+    """Column of the vertical axis."""
     label: str = "time, as a multiple of training with enough memory"
     logarithmic: bool = False
     by_policy: bool = False
-    """Tell lines apart by heuristic and policy instead of by heuristic alone."""
+    """Draw one line per heuristic and policy instead of per heuristic."""
     titles: tuple[tuple[str, str], ...] = ()
-    """What to write over the panels of logs; others have the first part of their name."""
+    """Titles of the panels by log; others get the first part of the log's name."""
 
 
 def draw_sweep(
-    rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, look: PictureStyle
+    rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, style: FigureStyle
 ) -> list[Path]:
     """Write `name.png`, `name.svg` and a self-contained `name.html` into the folder."""
-    paths = save_figure(_figure(rows, look), Path(folder), name)
+    paths = save_figure(_figure(rows, style), Path(folder), name)
     page = Path(folder) / f"{name}.html"
-    page.write_text(_page(rows, look, paths[1].read_text()))
+    page.write_text(_page(rows, style, paths[1].read_text()))
     return [*paths, page]
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib, in inches."""
+    """Create an empty matplotlib figure, in inches."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("pictures need matplotlib", fix=install_hint("remat")) from error
-    # A fixed salt, and no date when it is saved: the same rows give the same file.
+        raise MissingExtraError("figures need matplotlib", fix=install_hint("remat")) from error
+    # A fixed salt, and no date: the same rows give the same file.
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -90,120 +90,120 @@ def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
+def _figure(rows: Sequence[SweepRow], style: FigureStyle) -> Any:
     logs = list(dict.fromkeys(row.log for row in rows))
-    # The simulated ones first, so that what was measured lies upon them.
-    found = dict.fromkeys(_line_of(row, look) for row in rows)
-    lines = sorted(found, key=lambda line: list(_STYLES).index(line[1]))
+    # Simulated lines first, so that measured ones are drawn on top.
+    keys = dict.fromkeys(_line_key(row, style) for row in rows)
+    lines = sorted(keys, key=lambda line: list(_STYLES).index(line[1]))
     across = min(3, len(logs))
     down = -(-len(logs) // across)
     figure = new_figure(4.6 * across + 2.9, 3.6 * down + 0.9)
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for axis, log in zip(axes, logs, strict=False):
-        _panel(axis, [row for row in rows if row.log == log], lines, look)
-        axis.set_title(dict(look.titles).get(log, Path(log).name.split("-")[0]), fontsize=11)
+        _panel(axis, [row for row in rows if row.log == log], lines, style)
+        axis.set_title(dict(style.titles).get(log, Path(log).name.split("-")[0]), fontsize=11)
     for axis in axes[len(logs) :]:
         axis.set_visible(False)
     first = figure.axes[0]
     handles, labels = first.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
-    # So that nobody wonders at a heuristic that does better: it may keep one result of several.
-    merged = "\n(the optimum takes all results of an operator for one)"
+    # A heuristic can beat this optimum, because it may keep one result of several.
+    merged = "\n(the optimum merges all results of an operator)"
     if not any(source == "optimum" for _, source in lines):
         merged = ""
-    figure.suptitle(look.title, fontsize=12)
+    figure.suptitle(style.title, fontsize=12)
     figure.supxlabel(
         "memory budget, as a share of the peak without one\n"
-        "(T: from here on it thrashes; M: from here on it does not fit)" + merged,
+        "(T: thrashes from here on; M: does not fit from here on)" + merged,
         fontsize=10,
     )
-    figure.supylabel(look.label, fontsize=10)
+    figure.supylabel(style.label, fontsize=10)
     return figure
 
 
 def _panel(
-    axis: Any, rows: Sequence[SweepRow], lines: Sequence[tuple[str, RowSource]], look: PictureStyle
+    axis: Any, rows: Sequence[SweepRow], lines: Sequence[tuple[str, RowSource]], style: FigureStyle
 ) -> None:
-    good = [value for row in rows if row.status == "ok" and (value := getattr(row, look.measure))]
+    good = [value for row in rows if row.status == "ok" and (value := getattr(row, style.measure))]
     top = max(good, default=1.0)
-    # Where some take many times the plain time, small differences stay visible on a logarithmic axis.
-    steep = look.logarithmic or (look.measure == "overhead" and top > 4)
+    # With large overheads, small differences stay visible on a logarithmic axis.
+    steep = style.logarithmic or (style.measure == "overhead" and top > 4)
     failed_at = top * (1.6 if steep else 1.06)
     for number, line in enumerate(lines):
         label, source = line
-        colour = _OWN_COLOURS.get(source, _COLOURS[number % len(_COLOURS)])
-        style = {"color": colour, "marker": MARKERS[number % len(MARKERS)], **_STYLES[source]}
-        mine = sorted((r for r in rows if _line_of(r, look) == line), key=lambda row: row.ratio)
-        # Budgets in which all seeds ran to their end; the original takes no others either.
+        color = _FIXED_COLORS.get(source, _COLORS[number % len(_COLORS)])
+        line_style = {"color": color, "marker": MARKERS[number % len(MARKERS)], **_STYLES[source]}
+        mine = sorted((r for r in rows if _line_key(r, style) == line), key=lambda row: row.ratio)
+        # Only budgets in which all seeds finished, as in the original.
         seeds: dict[float, list[SweepRow]] = {}
         for row in mine:
             seeds.setdefault(row.ratio, []).append(row)
         values = {
-            ratio: [getattr(row, look.measure) for row in same]
+            ratio: [getattr(row, style.measure) for row in same]
             for ratio, same in seeds.items()
             if all(row.status == "ok" for row in same)
         }
         means = [sum(several) / len(several) for several in values.values()]
-        axis.plot(list(values), means, label=label, **style)
+        axis.plot(list(values), means, label=label, **line_style)
         low, high = list(map(min, values.values())), list(map(max, values.values()))
         if low != high:
-            axis.fill_between(list(values), low, high, color=colour, alpha=0.2, linewidth=0)
-        # Where it gives up: its own mark, in its own colour, just below where it still ran.
+            axis.fill_between(list(values), low, high, color=color, alpha=0.2, linewidth=0)
+        # Mark the largest budget at which it fails, in the color of the line.
         for sign, statuses in _ENDED.items():
             ended = [row.ratio for row in mine if row.status in statuses]
             if ended:
                 height = failed_at + (top - min(good, default=1.0)) * 0.045 * number
-                axis.plot([max(ended)], [height], marker=sign, color=colour, linestyle="none")
+                axis.plot([max(ended)], [height], marker=sign, color=color, linestyle="none")
     if steep:
         axis.set_yscale("log")
-        if not look.logarithmic:
+        if not style.logarithmic:
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
     axis.set_xlim(1.03, 0.05)
     axis.grid(alpha=0.25)
 
 
-def _line_of(row: SweepRow, look: PictureStyle) -> tuple[str, RowSource]:
-    """What is drawn as one: its label, and how it came about."""
+def _line_key(row: SweepRow, style: FigureStyle) -> tuple[str, RowSource]:
+    """Return the label and source that identify a line."""
     policy = row.policy if row.releases else "no releases"
-    name = f"{row.heuristic}, {policy}" if look.by_policy else row.heuristic
+    name = f"{row.heuristic}, {policy}" if style.by_policy else row.heuristic
     return _LABELS[row.source].format(name), row.source
 
 
-def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:
-    """What the table says, in words: per log the cheapest at half of the memory, and the least."""
-    found = []
+def summarize_sweep(rows: Sequence[SweepRow]) -> list[str]:
+    """Summarize a table: per log and source the fastest at half of the memory, and the smallest budget."""
+    sentences = []
     for log, source in dict.fromkeys((row.log, row.source) for row in rows):
         mine = [row for row in rows if (row.log, row.source) == (log, source)]
-        # A budget above the peak says nothing.
+        # A budget above the peak has no effect.
         good = [row for row in mine if row.status == "ok" and row.ratio <= 1]
         name = Path(log).name.split("-")[0]
-        # Nobody can count on a lucky seed.
+        # Exclude heuristics with several seeds: the best one would be luck.
         chosen = {row.heuristic for row in good if row.seed}
         good = [row for row in good if row.heuristic not in chosen]
         at_half = [row for row in good if row.ratio == 0.5]
         if at_half:
             best = min(at_half, key=lambda row: row.overhead)
-            found.append(
-                f"At 50% of its memory {name} takes {best.overhead:.2f}x the time ({_by(best)})."
+            sentences.append(
+                f"At 50% of its memory {name} takes {best.overhead:.2f}x the time ({_method_label(best)})."
             )
         if good:
             least = min(good, key=lambda row: (row.ratio, row.overhead))
-            found.append(
-                f"{name} still runs at {least.ratio:.0%}: {least.overhead:.2f}x ({_by(least)})."
+            sentences.append(
+                f"{name} still runs at {least.ratio:.0%}: {least.overhead:.2f}x ({_method_label(least)})."
             )
-    return found
+    return sentences
 
 
-def _by(row: SweepRow) -> str:
+def _method_label(row: SweepRow) -> str:
     if row.source == "checkpoint":
         return f"{_LABELS[row.source]}, {row.heuristic}"
     return _LABELS[row.source].format(row.heuristic)
 
 
-def _page(rows: Sequence[SweepRow], look: PictureStyle, svg: str) -> str:
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in sweep_sentences(rows))
+def _page(rows: Sequence[SweepRow], style: FigureStyle, svg: str) -> str:
+    sentences = "".join(f"<li>{html.escape(line)}</li>" for line in summarize_sweep(rows))
     head = (
         *("log", "source", "heuristic", "policy", "ratio", "budget", "peak", "status", "overhead"),
         *("evictions", "accesses"),
@@ -218,11 +218,11 @@ def _page(rows: Sequence[SweepRow], look: PictureStyle, svg: str) -> str:
     drawing = svg[svg.index("<svg") :]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
-        f"<title>{html.escape(look.title)}</title><link rel=icon href='data:,'>"
+        f"<title>{html.escape(style.title)}</title><link rel=icon href='data:,'>"
         "<style>body{font:15px system-ui;margin:2rem;max-width:80rem}svg{max-width:100%;height:auto}"
         "table{border-collapse:collapse;font-size:13px}td,th{padding:.15rem .6rem;text-align:left;"
         "border-bottom:1px solid #ddd}</style>"
-        f"<h1>{html.escape(look.title)}</h1><ul>{said}</ul>{drawing}"
+        f"<h1>{html.escape(style.title)}</h1><ul>{sentences}</ul>{drawing}"
         f"<details><summary>All {len(rows)} points</summary><table><tr>{titles}</tr>{body}"
         "</table></details></html>\n"
     )

@@ -46,7 +46,7 @@ class SideMoments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptMoments:
+class StoredMoments:
     """Those of a capture: of its first rows' loss gradients, by the layers that it keeps dense."""
 
     layers: Mapping[str, SideMoments]
@@ -74,7 +74,7 @@ class KeptMoments:
         >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
         >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
         >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train", keep="dense")
-        >>> found = KeptMoments.of(gk.gradients(store, split="train"))
+        >>> found = StoredMoments.of(gk.gradients(store, split="train"))
         >>> found.rows, [one.left.shape for one in found.layers.values()]
         (5, [torch.Size([1, 3, 3])])
         """

@@ -1,4 +1,4 @@
-"""How each layer is kept, as factors, dense or with its rank cut, and the arrays that hold it."""
+"""Storage of each layer, as factors, dense or with its rank cut, and the arrays that hold it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """Layers, by name, that a later batch showed to need more than the first one did."""
+    """Names of layers for which a later batch needs more than the first one did."""
 
     single: frozenset[str] = frozenset()
     """Captured by passes over single samples."""
     dense: frozenset[str] = frozenset()
-    """Kept dense, as their factors change their shape."""
+    """Stored dense, because the shape of their factors changes."""
     ragged: frozenset[str] = frozenset()
-    """Kept with any number of positions, though the first batch had one of each row."""
+    """Stored with any number of positions, though the first batch had one per row."""
     late: frozenset[str] = frozenset()
     """Not used by the first batch; zero in rows that do not use them."""
 
@@ -48,22 +48,25 @@ class Adjustments:
         return any(getattr(self, f.name) for f in _FIELDS)
 
     def to_text(self) -> str:
-        """A text that a schema can hold."""
+        """Serialize for a schema."""
         parts = {f.name: sorted(getattr(self, f.name)) for f in _FIELDS}
         return json.dumps({name: names for name, names in parts.items() if names}, sort_keys=True)
 
     @classmethod
     def from_text(cls, text: str) -> Adjustments:
-        """Parse what a schema holds; nothing is adjusted where it holds no text."""
+        """Parse the text of a schema; empty text means no adjustments."""
         known = {f.name for f in _FIELDS}
         try:
-            given = json.loads(text) if text else {}
-            return cls(**{name: frozenset(names) for name, names in given.items() if name in known})
+            fields = json.loads(text) if text else {}
+            return cls(
+                **{name: frozenset(names) for name, names in fields.items() if name in known}
+            )
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise CaptureError(
                 "the adjustments of an earlier capture cannot be read",
+                code="capture.bad_adjustments",
                 found=text[:100],
-                fix="delete that capture, or use another name=",
+                fix="Delete that capture, or use another name=.",
             ) from None
 
 
@@ -72,23 +75,25 @@ NO_ADJUSTMENTS = Adjustments()
 
 
 class BatchMismatchError(CaptureError):
-    """A batch that the choices made on the first one do not fit; a capture begins again adjusted."""
+    """A batch does not fit the choices made on the first one; the capture restarts, adjusted."""
+
+    code = "capture.batch_mismatch"
 
     def __init__(
         self,
-        what: str,
+        message: str,
         adjustments: Adjustments = NO_ADJUSTMENTS,
         candidates: frozenset[str] = frozenset(),
         **parts: Any,
     ) -> None:
-        super().__init__(what, **parts)
+        super().__init__(message, **parts)
         self.adjustments = adjustments
         self.candidates = candidates
-        """Further layers that no batch has used so far, where one of them ran for the first time."""
+        """Further layers that no batch has used yet, if one of them ran for the first time."""
 
 
-def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
-    """The same gradients in that form, exactly; unchanged where they have factors or it has no room."""
+def convert_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
+    """Convert gradients to a form, exactly; unchanged if they are factored or the form has no room."""
     if piece.form.kind == form.kind:
         return piece
     if isinstance(form, Dense):
@@ -106,7 +111,7 @@ def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
 
 
 def _outer(form: Outer, values: Tensor) -> OuterRows:
-    """A position for each input of the layer, and one that makes up for the bias: none if it is zero."""
+    """Use one position per input of the layer, and one for the bias; none for zero gradients."""
     rows, used = len(values), (values != 0).any(1)
     size = form.d_in * form.d_out
     shape = (-1, form.d_in, form.d_out) if form.transposed else (-1, form.d_out, form.d_in)
@@ -123,7 +128,7 @@ def _outer(form: Outer, values: Tensor) -> OuterRows:
 
 
 def _lookup(form: Lookup, values: Tensor) -> LookupRows:
-    """A token for each row of the table that is not zero."""
+    """Use one token for each nonzero row of the table."""
     table = values[:, : form.rows * form.width].reshape(len(values), form.rows, form.width)
     used = (table != 0).any(2)
     row, ids = used.nonzero(as_tuple=True)
@@ -131,7 +136,7 @@ def _lookup(form: Lookup, values: Tensor) -> LookupRows:
 
 
 def _tied(form: Tied, values: Tensor) -> TiedRows:
-    """The table as tokens; what is left is the bias, as a position without an input."""
+    """Store the table as tokens, and the bias as a position without an input."""
     size = form.lookup.rows * form.lookup.width
     outer = torch.zeros_like(values)
     outer[:, size:] = values[:, size:]
@@ -157,36 +162,38 @@ ALIASES: dict[str, Storage | None] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerKeeping:
-    """How one layer is kept, with its bytes per row as the first batch had them."""
+class LayerStorage:
+    """Storage of one layer, with its bytes per row in the first batch."""
 
     unit: LayerUnit
     form: AnyForm
     storage: Storage
     arrays: tuple[Array, ...]
-    """Those of its own; a prefix that is shared belongs to the first layer that has it."""
+    """Arrays of this layer; a shared prefix belongs to the first layer that has it."""
     row_bytes: float
     factor_bytes: float
-    """What factors in float32 would take."""
+    """Bytes of the factors in float32."""
     positions: float
     """T, the mean number of positions of a row."""
     tolerance: float = 0.0
     places: Array | None = None
-    """The array that says which tokens its positions are, where rows have tokens and it has positions."""
+    """Array of the tokens that its positions are, if rows have tokens."""
 
     @property
     def dense_bytes(self) -> int:
-        """What the dense gradient in float32 would take."""
+        """Bytes of the dense gradient in float32."""
         return 4 * self.unit.size
 
 
-def storage_named(keep: str) -> Storage | None:
-    """The storage that a name asks for; None: whichever is smallest."""
+def parse_storage(keep: str) -> Storage | None:
+    """Return the storage with this name; None for the smallest."""
     if keep not in ALIASES:
         raise CaptureError(
-            f"no way to keep gradients is called {keep!r}",
+            "keep is not the name of a storage",
+            code="capture.unknown_keep",
+            found=repr(keep),
             expected=", ".join(ALIASES),
-            fix="leave keep out to let every layer be kept in the smallest exact way",
+            fix="Leave keep out to store every layer in the smallest exact form.",
         )
     return ALIASES[keep]
 
@@ -195,78 +202,80 @@ def choose_storage(
     pieces: Mapping[LayerUnit, LayerGradients],
     *,
     encoding: Encoding,
-    wanted: Mapping[LayerUnit, Storage | None],
+    requested: Mapping[LayerUnit, Storage | None],
     tolerance: float,
     tokens: int | None = None,
-) -> list[LayerKeeping]:
-    """The smallest way to keep each layer that is allowed, measured on the pieces of one batch.
+) -> list[LayerStorage]:
+    """Choose the smallest allowed storage of each layer, measured on the gradients of one batch.
 
-    Cutting the rank is allowed by a tolerance above 0. A prefix that several layers read is kept
-    once. Where samples have so many `tokens`, layers with as many positions keep which ones those
-    are: idle ones are left out.
+    A tolerance above 0 allows cutting the rank. A prefix that several layers read is stored once. With
+    `tokens` per sample, layers with as many positions store which tokens these are, and leave out idle
+    ones.
     """
-    kept: list[LayerKeeping] = []
-    owners: list[tuple[torch.Tensor, LayerKeeping]] = []
+    layers: list[LayerStorage] = []
+    owners: list[tuple[torch.Tensor, LayerStorage]] = []
     for unit, piece in pieces.items():
-        ways: list[Storage] = ["factors", "dense"]
+        storages: list[Storage] = ["factors", "dense"]
         if piece.form.storage == "dense":
-            ways = ["dense"]
+            storages = ["dense"]
         elif tolerance > 0 and _as_outer(unit.name, piece) is not None:
-            ways.append("low rank")
-        forced = wanted.get(unit)
-        if forced is not None and forced in ways:
-            ways = [forced]
+            storages.append("low rank")
+        forced = requested.get(unit)
+        if forced is not None and forced in storages:
+            storages = [forced]
         elif forced == "low rank" and tolerance <= 0:
             raise CaptureError(
-                "cutting the rank needs to know how far it may err",
-                fix="pass tolerance=1e-3, the largest relative error of a gradient",
+                "tolerance is missing, and keep='low rank' needs it",
+                code="capture.tolerance_missing",
+                fix="Pass tolerance=1e-3, the largest relative error of a gradient.",
             )
         options = [
-            _keeping(unit, piece, way, encoding=encoding, tolerance=tolerance) for way in ways
+            _build_storage(unit, piece, storage, encoding=encoding, tolerance=tolerance)
+            for storage in storages
         ]
         best = min(options, key=lambda option: option.row_bytes)
         if piece.form.prefix_array is not None and piece.source is not None:
             owner = next((o for source, o in owners if _is_same(piece.source, source)), None)
             factors = next((o for o in options if o.storage == "factors"), None)
             if owner is not None and factors is not None:
-                # With its prefix kept by another layer the factors cost only the suffix.
+                # Another layer stores the prefix: only the suffix costs bytes.
                 shared = _with_shared_prefix(factors, owner)
                 best = shared if shared.row_bytes <= best.row_bytes else best
             elif best.storage == "factors":
                 owners.append((piece.source, best))
-        kept.append(best)
+        layers.append(best)
     if tokens is None:
-        return kept
-    return [_with_places(one, pieces[one.unit], tokens) for one in kept]
+        return layers
+    return [_with_places(layer, pieces[layer.unit], tokens) for layer in layers]
 
 
-def _with_places(keeping: LayerKeeping, piece: LayerGradients, tokens: int) -> LayerKeeping:
-    """The same with an array of places, if its positions are tokens; a shared one is its owner's."""
-    if keeping.storage != "factors" or piece.sequence != tokens:
-        return keeping
-    name = keeping.form.places_array
+def _with_places(layer: LayerStorage, piece: LayerGradients, tokens: int) -> LayerStorage:
+    """Add an array of token places if positions are tokens; a shared array belongs to its owner."""
+    if layer.storage != "factors" or piece.sequence != tokens:
+        return layer
+    name = layer.form.places_array
     if name is None:
-        return keeping
-    array = Array(name, dtype="int32", kind="data", layer=keeping.unit.name, ragged=True)
+        return layer
+    array = Array(name, dtype="int32", kind="data", layer=layer.unit.name, ragged=True)
     if name != piece.form.places_array:
-        return dataclasses.replace(keeping, places=array)
+        return dataclasses.replace(layer, places=array)
     return dataclasses.replace(
-        keeping,
+        layer,
         places=array,
-        arrays=(*keeping.arrays, array),
-        row_bytes=keeping.row_bytes + array.row_bytes * keeping.positions + 8,
+        arrays=(*layer.arrays, array),
+        row_bytes=layer.row_bytes + array.row_bytes * layer.positions + 8,
     )
 
 
-def _keeping(
+def _build_storage(
     unit: LayerUnit,
     piece: LayerGradients,
     storage: Storage,
     *,
     encoding: Encoding,
     tolerance: float,
-) -> LayerKeeping:
-    form, rows = stored(unit.name, piece, storage, tolerance=tolerance, hollow=True)
+) -> LayerStorage:
+    form, rows = to_storage(unit.name, piece, storage, tolerance=tolerance, hollow=True)
     arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
     tokens = {name: len(values) / count for name, values in form.tensors(rows).items()}
@@ -275,7 +284,7 @@ def _keeping(
         for array in arrays
     )
     values = piece.rows.nbytes / count / piece.rows.example.element_size()
-    return LayerKeeping(
+    return LayerStorage(
         unit=unit,
         form=form,
         storage=storage,
@@ -291,10 +300,10 @@ def _as_outer(name: str, piece: LayerGradients) -> tuple[Outer, OuterRows] | Non
     return piece.form.as_outer(piece.rows, prefix=f"{name}.prefix", suffix=f"{name}.suffix")
 
 
-def stored(
+def to_storage(
     name: str, piece: LayerGradients, storage: Storage, *, tolerance: float, hollow: bool = False
 ) -> tuple[AnyForm, GradientRows]:
-    """The gradients of a piece in the form they are kept in; `hollow` ones have only their sizes."""
+    """Convert gradients to the form of their storage; `hollow` rows have sizes but no values."""
     outer = _as_outer(name, piece) if storage == "low rank" else None
     if outer is not None:
         return cut_rank(*outer, tolerance)
@@ -309,31 +318,31 @@ def stored(
 
 
 def rows_to_store(
-    kept: Sequence[LayerKeeping], pieces: Mapping[LayerUnit, LayerGradients]
+    layers: Sequence[LayerStorage], pieces: Mapping[LayerUnit, LayerGradients]
 ) -> tuple[dict[LayerUnit, GradientRows], dict[str, Any]]:
-    """The factors as they are kept, by layer, and their arrays by name, for one batch."""
+    """Return the stored factors of a batch by layer, and their arrays by name."""
     factors: dict[LayerUnit, GradientRows] = {}
-    for keeping in kept:
-        piece = pieces[keeping.unit]
-        form, rows = stored(keeping.unit.name, piece, keeping.storage, tolerance=keeping.tolerance)
-        _check_same(keeping, form)
-        factors[keeping.unit] = _with_offsets(keeping, rows)
-    used = _drop_idle_positions(kept, factors, pieces)
+    for layer in layers:
+        piece = pieces[layer.unit]
+        form, rows = to_storage(layer.unit.name, piece, layer.storage, tolerance=layer.tolerance)
+        _check_same(layer, form)
+        factors[layer.unit] = _with_offsets(layer, rows)
+    used = _drop_idle_positions(layers, factors, pieces)
     arrays: dict[str, Any] = {}
-    for keeping in kept:
-        rows = factors[keeping.unit]
-        own = {array.name: array for array in keeping.arrays}
-        for name, values in keeping.form.tensors(rows).items():
+    for layer in layers:
+        rows = factors[layer.unit]
+        own = {array.name: array for array in layer.arrays}
+        for name, values in layer.form.tensors(rows).items():
             if name in own:
-                array, offsets = values.detach().cpu().numpy(), keeping.form.offsets(rows, name)
+                array, offsets = values.detach().cpu().numpy(), layer.form.offsets(rows, name)
                 arrays[name] = array if offsets is None else Ragged(array, offsets.numpy())
-        if keeping.places is not None and keeping.places.name in own:
-            arrays[keeping.places.name] = _places(pieces[keeping.unit], used.get(keeping.unit))
+        if layer.places is not None and layer.places.name in own:
+            arrays[layer.places.name] = _places(pieces[layer.unit], used.get(layer.unit))
     return factors, arrays
 
 
 def _places(piece: LayerGradients, used: torch.Tensor | None) -> Ragged:
-    """Which token every kept position is; -1 where a batch has no such sequence."""
+    """Return the token of every stored position; -1 for batches without such a sequence."""
     count = len(piece.rows)
     total = int(piece.rows.positions)
     places = torch.full((total,), -1, dtype=torch.int32)
@@ -349,57 +358,59 @@ def _places(piece: LayerGradients, used: torch.Tensor | None) -> Ragged:
 
 
 def _drop_idle_positions(
-    kept: Sequence[LayerKeeping],
+    layers: Sequence[LayerStorage],
     factors: dict[LayerUnit, GradientRows],
     pieces: Mapping[LayerUnit, LayerGradients],
 ) -> dict[LayerUnit, torch.Tensor]:
-    """Leave out positions whose suffix is zero in every layer that shares the prefix.
+    """Drop positions whose suffix is zero in every layer that shares the prefix.
 
-    With a loss at one token, or padding, that is most of them. Gives which were left in, `[S]`.
+    With padding, or a loss at one token, these are most positions. Returns a mask `[S]` of the remaining
+    positions by layer.
     """
-    left: dict[LayerUnit, torch.Tensor] = {}
-    groups: dict[str, list[LayerKeeping]] = {}
-    for keeping in kept:
-        prefix = keeping.form.prefix_array
-        if prefix is not None and keeping.storage == "factors":
-            groups.setdefault(prefix, []).append(keeping)
+    used_positions: dict[LayerUnit, torch.Tensor] = {}
+    groups: dict[str, list[LayerStorage]] = {}
+    for layer in layers:
+        prefix = layer.form.prefix_array
+        if prefix is not None and layer.storage == "factors":
+            groups.setdefault(prefix, []).append(layer)
     for group in groups.values():
         members: dict[LayerUnit, OuterRows] = {}
-        for keeping in group:
-            rows = factors[keeping.unit]
+        for layer in group:
+            rows = factors[layer.unit]
             assert isinstance(rows, OuterRows)
-            members[keeping.unit] = rows
+            members[layer.unit] = rows
         owner, first = next(iter(members.items()))
         for unit, rows in members.items():
             same = _is_same(pieces[unit].source, pieces[owner].source)
             if unit is not owner and not same and not torch.equal(rows.x, first.x):
                 raise BatchMismatchError(
-                    f"layers {owner.name} and {unit.name} read the same input in the first batch, "
-                    "but not in this one",
+                    f"layers {owner.name} and {unit.name} read the same input in "
+                    "the first batch, but not in this one",
                     Adjustments(dense=frozenset({unit.name})),
-                    fix="capture them one by one, with layers= and another capture name",
+                    code="capture.prefix_not_shared",
+                    fix="Capture them one by one, with layers= and another name=.",
                 )
         if first.offsets is None:
             continue
         used = torch.stack([(rows.g != 0).any(1) for rows in members.values()]).any(0)
         for unit, rows in members.items():
             factors[unit] = rows.at_positions(used)
-            left[unit] = used
-    return left
+            used_positions[unit] = used
+    return used_positions
 
 
-def _with_shared_prefix(keeping: LayerKeeping, owner: LayerKeeping) -> LayerKeeping:
+def _with_shared_prefix(layer: LayerStorage, owner: LayerStorage) -> LayerStorage:
     shared = owner.form.prefix_array
     assert shared is not None
-    own = tuple(array for array in keeping.arrays if array.name != keeping.form.prefix_array)
-    saved = sum(a.row_bytes for a in keeping.arrays if a.name == keeping.form.prefix_array)
+    own = tuple(array for array in layer.arrays if array.name != layer.form.prefix_array)
+    saved = sum(a.row_bytes for a in layer.arrays if a.name == layer.form.prefix_array)
     ragged = any(array.ragged for array in own)
-    per_row = saved * keeping.positions + 8 if ragged else saved
+    per_row = saved * layer.positions + 8 if ragged else saved
     return dataclasses.replace(
-        keeping,
-        form=keeping.form.with_prefix(shared),
+        layer,
+        form=layer.form.with_prefix(shared),
         arrays=own,
-        row_bytes=max(0.0, keeping.row_bytes - per_row),
+        row_bytes=max(0.0, layer.row_bytes - per_row),
     )
 
 
@@ -407,30 +418,31 @@ def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return False
     if one.is_meta:
-        return one is other  # shapes without numbers all lie at the same place
+        return one is other  # meta tensors have no addresses
     same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return one is other or (same and one.shape == other.shape and one.dtype == other.dtype)
 
 
-def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
-    expected = keeping.form
+def _check_same(layer: LayerStorage, form: AnyForm) -> None:
+    expected = layer.form
     if form.prefix_array is not None and expected.prefix_array is not None:
         form = form.with_prefix(expected.prefix_array)
     if form != expected:
         raise BatchMismatchError(
-            f"layer {keeping.unit.name} has another shape in this batch than in the first one",
-            Adjustments(dense=frozenset({keeping.unit.name})),
+            f"layer {layer.unit.name} has another shape in this batch than in the first one",
+            Adjustments(dense=frozenset({layer.unit.name})),
+            code="capture.shape_changed",
             found=str(form),
             expected=str(expected),
-            fix=f"pass keep={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
+            fix=f"Pass keep={{{layer.unit.name!r}: 'dense'}}, whose size is fixed.",
         )
 
 
-def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
-    """The rows with or without a number of positions each, as the layer's arrays have them."""
+def _with_offsets(layer: LayerStorage, rows: GradientRows) -> GradientRows:
+    """Add or remove the number of positions per row, as the layer's arrays require."""
     if isinstance(rows, TiedRows) or not isinstance(rows, OuterRows):
         return rows
-    ragged = any(array.ragged for array in keeping.arrays if array.name in keeping.form.arrays)
+    ragged = any(array.ragged for array in layer.arrays if array.name in layer.form.arrays)
     if rows.offsets is None:
         with_offsets = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
         return with_offsets if ragged else rows
@@ -439,23 +451,24 @@ def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
     if bool((rows.offsets.diff() == 1).all()):
         return OuterRows(rows.x, rows.g)
     raise BatchMismatchError(
-        f"layer {keeping.unit.name} has several positions for a row of this batch",
-        Adjustments(ragged=frozenset({keeping.unit.name})),
-        fix="begin with a batch of sequences longer than one; or pass "
-        f"keep={{{keeping.unit.name!r}: 'dense'}}",
+        f"layer {layer.unit.name} has several positions per row in this batch",
+        Adjustments(ragged=frozenset({layer.unit.name})),
+        code="capture.several_positions",
+        fix="Begin with a batch of sequences longer than one, or pass "
+        f"keep={{{layer.unit.name!r}: 'dense'}}.",
     )
 
 
 def arrays_of(
     name: str, form: AnyForm, rows: GradientRows, encoding: Encoding
 ) -> tuple[Array, ...]:
-    """The arrays that hold a layer's factors, shaped as some rows of it are."""
-    made = []
+    """Build the arrays that hold a layer's factors, with the shapes of these rows."""
+    arrays = []
     for array, values in form.tensors(rows).items():
         whole = not values.dtype.is_floating_point
         double = values.dtype == torch.float64
         dtype = str(values.dtype).removeprefix("torch.")
-        made.append(
+        arrays.append(
             Array(
                 array,
                 dtype=dtype if whole or double else "float32",
@@ -466,14 +479,14 @@ def arrays_of(
                 ragged=form.offsets(rows, array) is not None,
             )
         )
-    return tuple(made)
+    return tuple(arrays)
 
 
 def cut_rank(form: Outer, rows: OuterRows, tolerance: float) -> tuple[Outer, OuterRows]:
-    """The gradients with as few positions as keep the relative error within the tolerance.
+    """Return the gradients with as few positions as the relative error allows.
 
-    gradient = G^T X = Q_g (R_g R_x^T) Q_x^T; of the T x T core the largest r singular values are
-    kept, with their roots on both sides: |error| <= tolerance * |gradient| for every sample, in
+    gradient = G^T X = Q_g (R_g R_x^T) Q_x^T. The largest r singular values of the T x T core are kept,
+    with their roots on both sides: |error| <= tolerance * |gradient| for every sample, in
     r (d_in + d_out) values. Cost: two QR and one T x T SVD per sample.
     """
     count = len(rows)
@@ -486,9 +499,9 @@ def cut_rank(form: Outer, rows: OuterRows, tolerance: float) -> tuple[Outer, Out
     tail = s.square().flip(1).cumsum(1).flip(1)
     keep = tail > tolerance**2 * tail[:, :1]
     roots = s.sqrt().unsqueeze(2)
-    left = roots * (q_g @ u).transpose(1, 2)
-    right = roots * (vh @ q_x.transpose(1, 2))
+    suffixes = roots * (q_g @ u).transpose(1, 2)
+    prefixes = roots * (vh @ q_x.transpose(1, 2))
     ranks = keep.sum(1).cpu()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ranks.cumsum(0)])
     form = dataclasses.replace(form, ones=form.bias, error=tolerance)
-    return form, OuterRows(right[keep], left[keep], offsets)
+    return form, OuterRows(prefixes[keep], suffixes[keep], offsets)
