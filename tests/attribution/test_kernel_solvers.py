@@ -227,9 +227,9 @@ def test_a_small_budget_is_kept_and_still_exact(make_world):
 def test_wrong_options_are_told(make_world):
     made = make_world(lambda: nn.Linear(4, 3), (4,), rows=10, queries=2)
     for options, words in (
-        ({"solver": "lu"}, "solver"),
-        ({"tolerance": 0.0}, "tolerance between 0 and 1"),
-        ({"dim": -1}, "projections have some numbers"),
+        ({"solver": "lu"}, "^solver must be"),
+        ({"tolerance": 0.0}, "^tolerance must be between 0 and 1"),
+        ({"dim": -1}, "^dim must be"),
     ):
         with pytest.raises(AttributionError, match=words):
             gk.attribute(made.store, **options)

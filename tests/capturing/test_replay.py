@@ -447,7 +447,7 @@ def test_a_query_that_is_not_there_is_told(store, model, data):
         gk.gradients(store, split="test")
     with pytest.raises(gk.GradkeepError, match="no layer matches"):
         gk.gradients(store, split="train", layers="conv*")
-    with pytest.raises(QueryError, match="did you mean"):
+    with pytest.raises(QueryError, match="Did you mean"):
         gk.query.dot(train, train, compute="factord")
 
 
