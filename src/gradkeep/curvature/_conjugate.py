@@ -41,9 +41,7 @@ _NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preconditioner:
-    """Approximation U diag(values) U^T + damping I of a matrix, whose powers are cheap to multiply
-    with.
-    """
+    """Approximation U diag(values) U^T + damping I of a matrix, whose powers are cheap to multiply with."""
 
     vectors: Tensor
     """U `[N, m]`, orthonormal"""
@@ -178,9 +176,7 @@ def _one_run(
 
 
 def _factor(along: Tensor, moved: Tensor) -> Tensor:
-    """Return Cholesky's factor of along^T A along in float64, regularized for exhausted
-    directions.
-    """
+    """Return Cholesky's factor of along^T A along in float64, regularized for exhausted directions."""
     bend = (along.t() @ moved).double()
     bend = (bend + bend.t()) / 2
     size = bend.diagonal().abs().mean()
@@ -294,9 +290,7 @@ def cheapest_products(
     compute: ComputeSpec,
     pairs: Mapping[str, float],
 ) -> tuple[KernelProducts, float]:
-    """Choose the cheapest products for each layer with this many vectors, and predict the
-    seconds.
-    """
+    """Choose the cheapest products for each layer with this many vectors, and predict the seconds."""
     moved = {name: 2 * each for name, each in moved_seconds(train, vectors).items()}
     better = tuple(name for name in train.forms if pairs[name] < moved[name])
     others = tuple(name for name in train.forms if name not in better)
@@ -402,9 +396,7 @@ class MethodCost:
 
 
 def method_costs(kernel: WeightedKernel, queries: int) -> list[MethodCost]:
-    """Predict the cost of all methods for this many right-hand sides, in the order of
-    `KERNEL_METHODS`.
-    """
+    """Predict the cost of all methods for this many right-hand sides, in the order of `KERNEL_METHODS`."""
     rows, flops = kernel.rows, FLOPS
     size = sum(form.restored_size for form in kernel.train.forms.values())
     pairs = pair_seconds(kernel.train, kernel.compute, kernel.passing)
@@ -443,9 +435,7 @@ def _conjugate_cost(kernel: WeightedKernel, queries: int, pairs: dict[str, float
 def choose_method(
     kernel: WeightedKernel, queries: int, method: KernelMethod | None = None
 ) -> MethodCost:
-    """Choose the fastest method that fits in half of the room; raise with the least budget if none
-    does.
-    """
+    """Choose the fastest method that fits in half of the room; raise with the least budget if none does."""
     costs = method_costs(kernel, queries)
     if method is not None:
         costs = [cost for cost in costs if cost.method == method]
@@ -469,9 +459,7 @@ def choose_method(
 def kernel_solver(
     kernel: WeightedKernel, queries: int, *, tolerance: float, method: KernelMethod | None = None
 ) -> CholeskyFactor | ParameterSolver | ConjugateSolver:
-    """Prepare the kernel for this many right-hand sides, by the cheapest or the requested
-    method.
-    """
+    """Prepare the kernel for this many right-hand sides, by the cheapest or the requested method."""
     chosen = choose_method(kernel, queries, method)
     if chosen.method == "cholesky":
         return kernel_factor(kernel)

@@ -17,9 +17,9 @@ import torch
 
 from gradkeep.compat.trak.utils import vectorize
 from gradkeep.curvature._project import (
+    dense_matrix,
     project_dense,
     project_parameters,
-    signs_or_normals,
 )
 from gradkeep.curvature._sketches import Projection
 
@@ -163,7 +163,7 @@ class _Matrix(AbstractProjector):
         """Return the matrix `[P, k]` of the current model id."""
         if self._cached is None or self._cached[0] != self.model_id:
             self._cached = None
-            matrix = signs_or_normals(self.grad_dim, self._projection, model=self.model_id)
+            matrix = dense_matrix(self.grad_dim, self._projection, model=self.model_id)
             self._cached = (self.model_id, matrix.to(self.device))
         return self._cached[1]
 

@@ -1,4 +1,4 @@
-"""ResNet-50 on images of 64 x 64: `python -m gradkeep.compat.metastore.model_trainers.resnet50_trainer`"""
+"""ResNet-50 on images of 64 x 64: `python -m gradkeep.compat.metastore.model_trainers.resnet50_trainer`."""
 
 from __future__ import annotations
 
