@@ -167,10 +167,10 @@ def test_a_damping_is_relative_to_any_diagonal_above_zero():
     assert relative_damping(0.5, 1e-9, name="damping") == 5e-10
     assert relative_damping(2.0, 1e9, name="damping") == 2e9
     for diagonal in (0.0, -1.0, float("nan")):
-        with pytest.raises(AttributionError, match="are zero"):
+        with raises(AttributionError, "attribute.zero_gradients"):
             relative_damping(1.0, diagonal, name="damping")
     for damping in (0.0, -1.0, "auto"):
-        with pytest.raises(AttributionError, match="must be positive"):
+        with raises(AttributionError, "attribute.damping"):
             relative_damping(damping, 1.0, name="damping")
 
 
@@ -223,7 +223,7 @@ def test_gradients_that_are_all_zero_are_an_error(tmp_path):
     data = {s: (torch.zeros(n, 3), torch.arange(n) % 2) for s, n in (("train", 5), ("test", 2))}
     for split, batch in data.items():
         gk.capture(store, flat, [batch], task=gk.Classification(), split=split, progress=False)
-    with pytest.raises(AttributionError, match="all gradients of the training rows are zero"):
+    with raises(AttributionError, "attribute.zero_gradients"):
         gk.attribute(store, layers="0")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raises import raises
 
 from gradkeep.data import dataset, load_digits
 from gradkeep.errors import DataError
@@ -16,18 +17,18 @@ REAL = Path(os.environ.get("GRADKEEP_DATA") or ROOT.parent / "shared" / "data")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "words"),
+    ("arguments", "options", "code", "words"),
     [
-        (("cifar",), {}, "cifar10"),
-        (("zzz",), {}, "digits, cifar10, agnews, imagefolder, idx, npz, text"),
-        (("digits", None), {"normalize": True}, "normalise"),
-        (("digits", "somewhere"), {}, "without path"),
-        (("idx",), {}, "needs a path"),
-        (("digits", None, "val"), {}, "train, test"),
+        (("cifar",), {}, "data.unknown_name", "cifar10"),
+        (("zzz",), {}, "data.unknown_name", "digits, cifar10, agnews, imagefolder, idx, npz, text"),
+        (("digits", None), {"normalize": True}, "data.unknown_name", "normalise"),
+        (("digits", "somewhere"), {}, "data.path_unused", "path"),
+        (("idx",), {}, "data.path_missing", "path"),
+        (("digits", None, "val"), {}, "data.unknown_name", "train, test"),
     ],
 )
-def test_what_is_not_known_is_answered_with_what_is_near(arguments, options, words):
-    with pytest.raises(DataError, match=words):
+def test_what_is_not_known_is_answered_with_what_is_near(arguments, options, code, words):
+    with raises(DataError, code, mentions=words):
         dataset(*arguments, **options)
 
 

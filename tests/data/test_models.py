@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 from torch.nn import functional
 
@@ -184,30 +185,30 @@ def test_the_small_models_learn_the_digits():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "words"),
+    ("name", "sizes", "code", "words"),
     [
-        ("vgg61", {}, "vgg16"),
-        ("resnet", {}, "resnet9"),
-        ("mlp", {"hiden": [3]}, "hidden"),
-        ("mlp", {"hidden": 3}, "list of whole numbers"),
-        ("mlp", {"classes": 0}, "whole number from 1"),
-        ("mlp", {"classes": "10"}, "whole number"),
-        ("mlp", {"classes": True}, "whole number"),
-        ("gpt", {"tied": 1}, "true or false"),
-        ("gpt", {"dropout": 1.0}, "share"),
-        ("gpt", {"heads": 5}, "no multiple of heads"),
-        ("bert", {"segments": -1}, "whole number from 0"),
+        ("vgg61", {}, "data.unknown_name", "vgg16"),
+        ("resnet", {}, "data.unknown_name", "resnet9"),
+        ("mlp", {"hiden": [3]}, "data.unknown_name", "hidden"),
+        ("mlp", {"hidden": 3}, "data.model_size", "list of whole numbers"),
+        ("mlp", {"classes": 0}, "data.model_size", "whole number from 1"),
+        ("mlp", {"classes": "10"}, "data.model_size", "whole number"),
+        ("mlp", {"classes": True}, "data.model_size", "whole number"),
+        ("gpt", {"tied": 1}, "data.model_size", "true or false"),
+        ("gpt", {"dropout": 1.0}, "data.model_size", "share"),
+        ("gpt", {"heads": 5}, "data.heads", "heads=5"),
+        ("bert", {"segments": -1}, "data.model_size", "whole number from 0"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, words):
-    with pytest.raises(DataError, match=words):
+def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, code, words):
+    with raises(DataError, code, mentions=words):
         model(name, **sizes)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt"])
 def test_sequences_longer_than_the_positions_are_refused(name):
     made, x = small(name)
-    with pytest.raises(DataError, match="length=16"):
+    with raises(DataError, "data.sequence_length", fix="length=16"):
         made(torch.cat([x, x], 1))
 
 

@@ -299,15 +299,20 @@ def _add_products(
         if part.ids is not None:
             _add_tokens(sides, into, part, scratch)
             continue
-        assert part.left is not None
+        assert part.row_factor is not None
         if chosen == "matrix":
             return False
         if chosen == "blocks":
-            sides.add_blocks(into, part.start, part.left, part.right)
+            sides.add_blocks(into, part.start, part.row_factor, part.col_factor)
             continue
-        for row, at, own in _pieces(part.spans, sides.dim, part.right.element_size(), scratch):
+        for row, at, own in _pieces(part.spans, sides.dim, part.col_factor.element_size(), scratch):
             sides.add_spectrum(
-                into, part.start + row, part.left[at], part.right[at], own, first=part.first
+                into,
+                part.start + row,
+                part.row_factor[at],
+                part.col_factor[at],
+                own,
+                first=part.first,
             )
     bias = form.bias_gradients(rows)
     if bias is not None:
@@ -320,11 +325,11 @@ def _add_tokens(
     sides: TensorSketch, into: ProjectionSum, part: OuterProducts, scratch: int
 ) -> None:
     assert part.ids is not None
-    where = row_of(part.spans, part.right.device) + part.start
+    where = row_of(part.spans, part.col_factor.device) + part.start
     # Six values per value: its index, and temporaries.
-    for start, stop in tiles(len(where), 6 * sides.width, part.right.element_size(), scratch):
+    for start, stop in tiles(len(where), 6 * sides.width, part.col_factor.element_size(), scratch):
         some = slice(start, stop)
-        sides.add_tokens(into, part.ids[some], part.right[some], where[some])
+        sides.add_tokens(into, part.ids[some], part.col_factor[some], where[some])
 
 
 def _pieces(parts: Spans, dim: int, item: int, scratch: int) -> Iterator[tuple[int, slice, Spans]]:

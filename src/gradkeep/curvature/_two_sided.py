@@ -173,12 +173,12 @@ def _layer(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> Tens
 
 def _products(maps: _Maps, weight: _Weight, part: OuterProducts) -> Tensor:
     """Return sums over positions of products of both sides `[b, rows, cols]`, without the bias."""
-    right = part.right
-    if part.left is None:
+    right = part.col_factor
+    if part.row_factor is None:
         one = maps.left(weight).to(right)[part.ids]
     else:
-        chosen = slice(part.first, part.first + part.left.shape[1])
-        one = part.left @ maps.left(weight)[chosen].to(right)
+        chosen = slice(part.first, part.first + part.row_factor.shape[1])
+        one = part.row_factor @ maps.left(weight)[chosen].to(right)
     other = right @ maps.right(weight)[: right.shape[1]].to(right)
     if part.spans.uniform == 1:
         return one.unsqueeze(2) * other.unsqueeze(1)

@@ -1,6 +1,6 @@
-"""Example data that comes with packages or lies on disk, and small reference models.
+"""Example data sets from packages or from disk, and small reference models.
 
-Nothing is downloaded. Model classes are imported when they are first used, because they need torch.
+Nothing is downloaded. Model classes are imported at first use, because they need torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every dataset by the name of its kind, as configuration files name it."""
+"""Data sets by the name of their kind, as in configuration files."""
 
 from __future__ import annotations
 
@@ -37,21 +37,33 @@ _KINDS: dict[str, Callable[..., Dataset]] = {
 def dataset(
     kind: str, path: str | os.PathLike[str] | None = None, split: str = "train", **options: Any
 ) -> Dataset:
-    """The split of a dataset; only "digits" needs no path, for a package brings them.
+    """Load a split of a data set by the name of its kind.
 
-    The kinds are digits, cifar10, agnews, imagefolder, idx, npz and text.
+    Args:
+        kind: One of digits, cifar10, agnews, imagefolder, idx, npz and text.
+        path: File or folder of the data set; None only for digits, which a package contains.
+        split: Name of the split.
+        **options: Further options of the loader, such as `normalise=False`.
 
-    >>> train = dataset("digits", normalise=False)
-    >>> len(train), train.classes[:3], train.labels.dtype
-    (1437, ('0', '1', '2'), torch.int64)
+    Returns:
+        Inputs and labels in a fixed order.
+
+    Raises:
+        DataError: The kind, an option or the split is unknown, or the files cannot be read.
+
+    Example:
+        >>> train = dataset("digits", normalise=False)
+        >>> len(train), train.classes[:3], train.labels.dtype
+        (1437, ('0', '1', '2'), torch.int64)
     """
-    load = _KINDS[known_name(kind, _KINDS, what="kind of dataset")]
+    load = _KINDS[known_name(kind, _KINDS, noun="kind of dataset")]
     known = [name for name in inspect.signature(load).parameters if name not in ("path", "split")]
     for name in options:
-        known_name(name, known, what=f"option of {kind}")
+        known_name(name, known, noun=f"option of {kind}")
     if (path is None) != (kind == "digits"):
         raise DataError(
-            f"{kind} needs a path" if path is None else f"{kind} come with a package, without path",
+            f"{kind} needs a path" if path is None else f"{kind} takes no path",
+            code="data.path_missing" if path is None else "data.path_unused",
             found=f"path={path!r}",
         )
     places = () if path is None else (path,)

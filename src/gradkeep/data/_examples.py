@@ -1,4 +1,4 @@
-"""Example data by name: the bundled digits, arrays with classes and scaling, and loaders by kind."""
+"""Example data: the bundled digits, arrays with classes and scaling, and checks of labels."""
 
 from __future__ import annotations
 
@@ -25,35 +25,42 @@ if TYPE_CHECKING:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse what no file can be called, before the system does."""
+    """Raise for names that no file can have."""
     longest = max(len(os.fsencode(part)) for part in (*path.parts, name, "."))
     if longest > 255 or not _arguments.writable(f"{path}{name}"):
-        raise DataError("no file has such a name", found=_arguments.short_repr(name or str(path)))
+        raise DataError(
+            "the file name is invalid",
+            code="data.invalid_name",
+            found=_arguments.short_repr(name or str(path)),
+        )
 
 
 def known_name(
     name: str,
     known: Iterable[str],
     *,
-    what: str,
+    noun: str,
     path: str | os.PathLike[str] | None = None,
     fix: str | None = None,
 ) -> str:
-    """The name itself, if it is known; `what` says what there is none of."""
+    """Return the name if it is known; else raise with similar names. `noun` describes it."""
     names = list(known)
     if isinstance(name, str) and name in names:
         return name
     near = difflib.get_close_matches(str(name)[:200], names, n=3, cutoff=0.4)
     raise DataError(
-        f"there is no such {what}: {_arguments.short_repr(name)}; expected {', '.join(near or names)}",
+        f"unknown {noun}",
+        code="data.unknown_name",
         path=path,
+        found=_arguments.short_repr(name),
+        expected=", ".join(near or names),
         fix=fix,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Turns bytes into float32: divided by 255, less `mean`, divided by `std`, per channel."""
+    """Convert bytes to float32: divide by 255, subtract `mean`, divide by `std`, per channel."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -81,7 +88,7 @@ def _numbers(name: str, values: object) -> tuple[float, ...]:
 class Examples:
     """Inputs and labels in a fixed order: `examples[i]` is `(x, y)`, as a `DataLoader` needs it.
 
-    A slice or a list of positions gives many at once, stacked.
+    A slice or a list of positions gives several, stacked.
 
     >>> import torch
     >>> examples = Examples(torch.eye(3), torch.tensor([0, 1, 1]), ("no", "yes"))
@@ -90,16 +97,20 @@ class Examples:
     """
 
     inputs: torch.Tensor
-    """`[N, ...]` as kept; with `scaling`, bytes that become float32 when they are asked for"""
+    """`[N, ...]` as stored; with `scaling`, bytes that are converted to float32 on access"""
     labels: torch.Tensor
-    """`[N]` or, for a label at each position, `[N, T]`; int64, each a place in `classes`"""
+    """`[N]` or, for a label at each position, `[N, T]`; int64 indices of `classes`"""
     classes: tuple[str, ...]
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, DataError)
         if self.inputs.ndim == 0:
-            raise DataError("inputs are one per row", found="a single number")
+            raise DataError(
+                "inputs must have one row per example",
+                code="data.inputs_shape",
+                found="a single number",
+            )
         check_labels(self.labels, rows=len(self.inputs), classes=self.classes)
 
     def __len__(self) -> int:
@@ -113,19 +124,21 @@ class Examples:
 def whole_labels(
     values: np.ndarray[Any, Any], *, path: str | os.PathLike[str] | None = None
 ) -> torch.Tensor:
-    """Labels of any whole type as int64 `[N]`."""
+    """Convert labels of any integer type to int64 `[N]`."""
     import torch
 
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise DataError(
-            f"labels are whole numbers, one per row: {values.dtype} of shape {list(values.shape)}",
+            "labels must be whole numbers, one per row",
+            code="data.label_type",
             path=path,
+            found=f"{values.dtype} of shape {list(values.shape)}",
         )
     return torch.from_numpy(values.astype("int64"))
 
 
 def numbered(labels: torch.Tensor) -> tuple[str, ...]:
-    """Names for classes that have none: the numbers from 0 to the highest label."""
+    """Name classes by the numbers from 0 to the highest label."""
     return tuple(map(str, range(int(labels.max()) + 1 if len(labels) else 0)))
 
 
@@ -136,23 +149,32 @@ def check_labels(
     classes: Sequence[str],
     path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Refuse labels that are not int64, not as many as the rows, or in no class."""
+    """Raise for labels that are not int64, not as many as the rows, or out of range."""
     import torch
 
     if labels.dtype != torch.int64 or labels.ndim == 0:
-        found = f"{labels.dtype} of shape {list(labels.shape)}"
-        raise DataError("labels are whole numbers, one per row", path=path, found=found)
+        raise DataError(
+            "labels must be whole numbers, one per row",
+            code="data.label_type",
+            path=path,
+            found=f"{labels.dtype} of shape {list(labels.shape)}",
+        )
     if len(labels) != rows:
         raise DataError(
-            f"there are not as many labels as rows: {len(labels)} labels; expected {rows}",
+            "the number of labels differs from the number of rows",
+            code="data.label_count",
             path=path,
+            found=f"{len(labels)} labels",
+            expected=rows,
         )
     wrong = ((labels < 0) | (labels >= len(classes))).nonzero()
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise DataError(
-            f"{len(wrong)} labels are out of range: {int(labels[first])} in row {first[0]}",
+            f"{len(wrong)} labels are out of range",
+            code="data.label_range",
             path=path,
+            found=f"{int(labels[first])} in row {first[0]}",
             expected=f"0 to {len(classes) - 1}, for {len(classes)} classes",
         )
 
@@ -166,9 +188,9 @@ def channels_first(
     path: str | os.PathLike[str],
     channels: Literal["first", "last"] | None = None,
 ) -> torch.Tensor:
-    """Pictures `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]` as `[N, C, H, W]`, same dtype.
+    """Convert images `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]` to `[N, C, H, W]`, same dtype.
 
-    Where the channels are is seen from the shape; `channels` decides where it cannot be seen.
+    `channels` says which if the shape is ambiguous.
     """
     import torch
 
@@ -177,15 +199,21 @@ def channels_first(
         images = images[:, None]
     elif len(shape) != 4:
         raise DataError(
-            "these are no pictures", path=path, found=shape, expected="[N, H, W] or [N, H, W, C]"
+            "the array does not hold images",
+            code="data.image_shape",
+            path=path,
+            found=shape,
+            expected="[N, H, W] or [N, H, W, C]",
         )
     else:
         places = {"first": shape[1] in _CHANNELS, "last": shape[3] in _CHANNELS}
         if channels is None and places["first"] == places["last"]:
             raise DataError(
-                f"the shape does not say where the channels are: {shape}",
+                "the shape does not determine the axis of the channels",
+                code="data.ambiguous_channels",
                 path=path,
-                fix='say channels="first" or channels="last"',
+                found=shape,
+                fix="Pass channels='first' or channels='last'.",
             )
         if channels == "last" or (channels is None and places["last"]):
             images = images.transpose(0, 3, 1, 2)
@@ -197,22 +225,25 @@ _TRAIN = 1437
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digits:
-    """1,797 scans of 8 x 8 pixels, split at random into 1,437 to train and 360 to test."""
+    """1,797 scans of 8 x 8 pixels, split at random into 1,437 for training and 360 for testing.
+
+    Attributes:
+        train_images: `[1437, 64]`, values from 0 to 1.
+        train_labels: `[1437]`, some of them wrong on purpose.
+        test_images: `[360, 64]`, values from 0 to 1.
+        test_labels: `[360]`, all correct.
+        planted: `[1437]`, True where a wrong label was planted.
+    """
 
     train_images: np.ndarray[Any, np.dtype[np.float32]]
-    """`[1437, 64]`, values 0 to 1"""
     train_labels: np.ndarray[Any, np.dtype[np.int64]]
-    """`[1437]`, some of them wrong on purpose"""
     test_images: np.ndarray[Any, np.dtype[np.float32]]
-    """`[360, 64]`"""
     test_labels: np.ndarray[Any, np.dtype[np.int64]]
-    """`[360]`, all right"""
     planted: np.ndarray[Any, np.dtype[np.bool_]]
-    """`[1437]`, where a wrong label was planted"""
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all images and labels."""
+        """Digest of all images and labels."""
         digest = xxhash.xxh3_128()
         for values in (self.train_images, self.train_labels, self.test_images, self.test_labels):
             digest.update(values.tobytes())
@@ -221,20 +252,29 @@ class Digits:
 
 @checked(DataError)
 def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
-    """The digits that scikit-learn ships, with a share of the training labels made wrong.
+    """Load the digits of scikit-learn, with a share of the training labels replaced by wrong ones.
 
-    >>> digits = load_digits(wrong_labels=0.08)
-    >>> digits.train_images.shape, int(digits.planted.sum())
-    ((1437, 64), 115)
+    Args:
+        wrong_labels: Share of wrong training labels, from 0 to 1.
+        seed: Seed of the split and of the wrong labels.
+
+    Returns:
+        Images and labels as numpy arrays.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+
+    Example:
+        >>> digits = load_digits(wrong_labels=0.08)
+        >>> digits.train_images.shape, int(digits.planted.sum())
+        ((1437, 64), 115)
     """
     _arguments.number("wrong_labels", wrong_labels, error=DataError, least=0, most=1)
     _arguments.count("seed", seed, error=DataError)
     try:
         import sklearn.datasets
     except ImportError as error:
-        raise MissingExtraError(
-            "the digits come with scikit-learn", fix=install_hint("demo")
-        ) from error
+        raise MissingExtraError("the digits need scikit-learn", fix=install_hint("demo")) from error
     data = sklearn.datasets.load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(data.target))
@@ -256,15 +296,29 @@ _MEAN, _STD = 0.3053, 0.3761
 def load_digit_images(
     *, split: str = "train", normalise: bool = True, wrong_labels: float = 0.0, seed: int = 0
 ) -> Examples:
-    """Digits float32 `[1, 8, 8]`, normalised by their mean and deviation, or 0 to 1.
+    """Load the digits as images float32 `[1, 8, 8]`.
 
-    >>> digits = load_digit_images(split="test")
-    >>> len(digits), digits[0][0].shape
-    (360, torch.Size([1, 8, 8]))
+    Args:
+        split: `"train"` or `"test"`.
+        normalise: Normalize by mean and standard deviation; False for values from 0 to 1.
+        wrong_labels: Share of wrong training labels, from 0 to 1.
+        seed: Seed of the split and of the wrong labels.
+
+    Returns:
+        Images and labels.
+
+    Raises:
+        DataError: The split is unknown.
+        MissingExtraError: scikit-learn is not installed.
+
+    Example:
+        >>> digits = load_digit_images(split="test")
+        >>> len(digits), digits[0][0].shape
+        (360, torch.Size([1, 8, 8]))
     """
     import torch
 
-    known_name(split, ("train", "test"), what="split")
+    known_name(split, ("train", "test"), noun="split")
     digits = load_digits(wrong_labels=wrong_labels, seed=seed)
     train = split == "train"
     images = torch.from_numpy(digits.train_images if train else digits.test_images)

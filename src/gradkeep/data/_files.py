@@ -38,7 +38,7 @@ MNIST = Scaling((0.1307,), (0.3081,))
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The array in an idx file, in this machine's byte order.
+    """Read the array of an idx file, in this machine's byte order.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -51,8 +51,10 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     head = content[:4]
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES:
         raise DataError(
-            f"this is no idx file: it begins with {head.hex(' ') or 'nothing'}",
+            "the file is not an idx file",
+            code="data.not_idx",
             path=path,
+            found=f"first bytes {head.hex(' ') or 'missing'}",
             expected=f"00 00, then one of {' '.join(f'{code:02x}' for code in _TYPES)}",
         )
     dtype, start = np.dtype(_TYPES[head[2]]), 4 + 4 * head[3]
@@ -61,11 +63,12 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     if len(shape) != head[3] or len(content) != expected:
         cut = len(shape) != head[3] or len(content) < expected
         raise DataError(
-            "the idx file is cut short" if cut else "the idx file goes on after its last value",
+            "the idx file is truncated" if cut else "the idx file has bytes after its last value",
+            code="data.idx_truncated" if cut else "data.idx_too_long",
             path=path,
             found=f"{len(content):,} bytes",
             expected=f"{expected:,} bytes" + (f" for shape {list(shape)}" if shape else ""),
-            fix="copy or download it again",
+            fix="Copy or download it again.",
         )
     values = np.frombuffer(content, dtype, offset=start).reshape(shape)
     return values.astype(dtype.newbyteorder("="))
@@ -83,20 +86,25 @@ def load_idx(
     mean: Sequence[float] = MNIST.mean,
     std: Sequence[float] = MNIST.std,
 ) -> Examples:
-    """Pictures and labels from a folder of idx files, named as MNIST names them or as told.
+    """Load images and labels from a folder of idx files with the names of MNIST, or with given names.
 
-    Bytes `[N, H, W]` become float32 `[1, H, W]`, normalised by MNIST's mean and deviation unless
-    told otherwise; other types are left as they are. Classes are named by their numbers.
+    Bytes `[N, H, W]` become float32 `[1, H, W]`, normalized by MNIST's mean and standard deviation by default;
+    other types stay as they are. Classes are named by their numbers.
     """
     import torch
 
-    known_name(split, _PREFIXES, what="split", path=path)
+    known_name(split, _PREFIXES, noun="split", path=path)
     folder = Path(path)
     image_file = _find(folder, split, "images", images)
     label_file = _find(folder, split, "labels", labels)
     values = read_idx(image_file)
     if values.ndim == 0 or len(values) == 0:
-        raise DataError("the idx file holds no rows", path=image_file, found=list(values.shape))
+        raise DataError(
+            "the idx file has no rows",
+            code="data.no_rows",
+            path=image_file,
+            found=list(values.shape),
+        )
     marks = whole_labels(read_idx(label_file), path=label_file)
     names = numbered(marks) if classes is None else tuple(classes)
     check_labels(marks, rows=len(values), classes=names, path=label_file)
@@ -109,10 +117,12 @@ def load_idx(
 def _content(path: Path) -> bytes:
     try:
         content = path.read_bytes()
-        # By its first bytes, for packages rename what they unpack.
+        # By its first bytes: packages rename unpacked files.
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError("the idx file cannot be read", path=path, found=error) from error
+        raise DataError(
+            "the idx file cannot be read", code="data.unreadable", path=path, found=error
+        ) from error
 
 
 def _find(folder: Path, split: str, kind: str, name: str | None) -> Path:
@@ -127,34 +137,42 @@ def _find(folder: Path, split: str, kind: str, name: str | None) -> Path:
     for one in names:
         if (folder / one).is_file():
             return folder / one
-    there = sorted(os.listdir(folder))[:8] if folder.is_dir() else "no folder"
+    names_found = sorted(os.listdir(folder))[:8] if folder.is_dir() else "no folder"
     raise DataError(
         f"there is no file with the {kind} of {split!r}",
+        code="data.file_missing",
         path=folder,
-        found=", ".join(there) or "an empty folder" if isinstance(there, list) else there,
+        found=", ".join(names_found) or "an empty folder"
+        if isinstance(names_found, list)
+        else names_found,
         expected=" or ".join(names),
-        fix=f"name the file with {kind}=...",
+        fix=f"Pass the name of the file as {kind}=.",
     )
 
 
 def read_npz(
     path: str | os.PathLike[str], *names: str, optional: Sequence[str] = ()
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """The named arrays; those that are optional may be missing."""
+    """Read the named arrays; optional ones may be missing."""
     if not zipfile.is_zipfile(path):
         raise DataError(
-            "this is no .npz file", path=path, found="no archive, or none that is whole"
+            "the file is not a complete .npz archive",
+            code="data.not_npz",
+            path=path,
+            fix="Check the path, or copy the file again.",
         )
     try:
         with np.load(path, allow_pickle=False) as file:
             for name in names:
-                known_name(name, file.files, what="array in the file", path=path)
-            wanted = [*names, *(name for name in optional if name in file.files)]
-            return {name: file[name] for name in wanted}
+                known_name(name, file.files, noun="array in the file", path=path)
+            present = [*names, *(name for name in optional if name in file.files)]
+            return {name: file[name] for name in present}
     except DataError:
         raise
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError("the .npz file cannot be read", path=path, found=error) from error
+        raise DataError(
+            "the .npz file cannot be read", code="data.unreadable", path=path, found=error
+        ) from error
 
 
 @checked(DataError)
@@ -169,10 +187,10 @@ def load_npz(
     mean: Sequence[float] = (0.0,),
     std: Sequence[float] = (1.0,),
 ) -> Examples:
-    """Inputs and labels by the names of their arrays, in which `{split}` stands for the split.
+    """Load inputs and labels by the names of their arrays, in which `{split}` is replaced by the split.
 
-    Pictures in bytes become float32 `[C, H, W]`, 0 to 1 unless `mean` and `std` say otherwise;
-    other types are left as they are. Without an array of `classes`, numbers are their names.
+    Images in bytes become float32 `[C, H, W]`, from 0 to 1 unless `mean` and `std` are given; other types stay as
+    they are. Without an array of `classes`, numbers are their names.
     """
     import torch
 
@@ -180,7 +198,9 @@ def load_npz(
     arrays = read_npz(path, x, y, optional=[classes] if isinstance(classes, str) else [])
     values = arrays[x]
     if values.ndim == 0 or len(values) == 0:
-        raise DataError(f"{x} has no rows", path=path, found=list(values.shape))
+        raise DataError(
+            f"{x} has no rows", code="data.no_rows", path=path, found=list(values.shape)
+        )
     marks = whole_labels(arrays[y], path=path)
     if not isinstance(classes, str):
         names = tuple(classes)
@@ -193,23 +213,25 @@ def load_npz(
         pixels = channels_first(values, path=path, channels=channels)
         return Examples(pixels, marks, names, Scaling(tuple(mean), tuple(std)))
     if values.dtype.kind not in "biuf":
-        raise DataError(f"{x} holds no numbers", path=path, found=values.dtype)
+        raise DataError(
+            f"{x} does not hold numbers", code="data.not_numbers", path=path, found=values.dtype
+        )
     return Examples(torch.from_numpy(np.ascontiguousarray(values)), marks, names)
 
 
 class _Type:
-    """Stands for `numpy.dtype`: bytes only, so no crafted type can reach numpy."""
+    """Replaces `numpy.dtype` in pickles: only bytes, so that no crafted type reaches numpy."""
 
     def __init__(self, code: str | bytes, *_: object) -> None:
         if code not in ("u1", b"u1"):
-            raise pickle.UnpicklingError(f"an array of type {code!r}, where only u1 is read")
+            raise pickle.UnpicklingError(f"an array of type {code!r}, but only u1 is allowed")
 
     def __setstate__(self, state: object) -> None:
         pass
 
 
 class _Array:
-    """Stands for an array until the pickle has given its shape and bytes."""
+    """Holds an array until the pickle has set its shape and bytes."""
 
     def __init__(self, *_: object) -> None:
         self.values: np.ndarray[Any, Any] | None = None
@@ -217,13 +239,13 @@ class _Array:
     def __setstate__(self, state: tuple[object, tuple[int, ...], _Type, bool, bytes]) -> None:
         _, shape, dtype, fortran, content = state
         if not isinstance(dtype, _Type) or not isinstance(content, bytes):
-            raise pickle.UnpicklingError("an array that is not made of bytes")
+            raise pickle.UnpicklingError("an array that does not consist of bytes")
         order = "F" if fortran else "C"
         self.values = np.frombuffer(content, np.uint8).reshape(shape, order=order)  # type: ignore[call-overload]
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes in the protocol of Python 2."""
+    """Decode bytes that Python 3 wrote in the protocol of Python 2."""
     if encoding not in ("latin1", b"latin1"):
         raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
     return text.encode("latin1")
@@ -246,22 +268,28 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickled(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    """The dictionary in a pickle; nothing that the pickle names is ever called."""
+    """Read the dictionary of a pickle without calling anything that the pickle names."""
     try:
         with open(path, "rb") as file:
-            found = _Unpickler(file, encoding="bytes").load()
+            content = _Unpickler(file, encoding="bytes").load()
     except Exception as error:  # damaged pickles raise nearly anything
         raise DataError(
-            f"the pickle is damaged or holds more than data: {error}",
+            "the pickle is damaged or holds more than data",
+            code="data.unsafe_pickle",
             path=path,
+            found=str(error),
             expected="a dictionary of arrays of bytes, lists and texts",
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(
-            "the pickle holds no dictionary", path=path, found=type(found).__name__, expected="dict"
+            "the pickle does not hold a dictionary",
+            code="data.pickle_not_dict",
+            path=path,
+            found=type(content).__name__,
+            expected="dict",
         )
     return {
-        key: value.values if isinstance(value, _Array) else value for key, value in found.items()
+        key: value.values if isinstance(value, _Array) else value for key, value in content.items()
     }
 
 
@@ -279,12 +307,21 @@ CIFAR10 = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 def load_cifar10(
     path: str | os.PathLike[str], *, split: str = "train", normalise: bool = True
 ) -> Examples:
-    """Pictures float32 `[3, 32, 32]`, normalised by the training set's mean and deviation.
+    """Load CIFAR-10 as images float32 `[3, 32, 32]`, in the order of the files.
 
-    `path` is the folder `cifar-10-batches-py` or `cifar-10-batches-bin`, the folder around it, or
-    an .npz file with `x_train`, `y_train`, `x_test`, `y_test`. The order is that of the files.
+    Args:
+        path: Folder `cifar-10-batches-py` or `cifar-10-batches-bin`, its parent, or an .npz file with
+            `x_train`, `y_train`, `x_test`, `y_test`.
+        split: `"train"` or `"test"`.
+        normalise: Normalize by the training set's mean and standard deviation; False for 0 to 1.
+
+    Returns:
+        Images and labels.
+
+    Raises:
+        DataError: The split is unknown, or the files are missing or damaged.
     """
-    known_name(split, _BATCHES, what="split", path=path)
+    known_name(split, _BATCHES, noun="split", path=path)
     place = Path(path)
     check_name(place, "")
     if place.is_file():
@@ -296,8 +333,10 @@ def load_cifar10(
         images, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     if images.dtype != np.uint8 or sorted(images.shape[1:]) != sorted(_SHAPE):
         raise DataError(
-            f"these are no pictures of CIFAR-10: {images.dtype} of shape {list(images.shape)}",
+            "these are not images of CIFAR-10",
+            code="data.not_cifar10",
             path=path,
+            found=f"{images.dtype} of shape {list(images.shape)}",
             expected="uint8 of shape [N, 32, 32, 3]",
         )
     labels = whole_labels(values, path=path)
@@ -307,7 +346,7 @@ def load_cifar10(
 
 
 def _files(place: Path, split: str) -> tuple[Any, list[Path]]:
-    """How to read the batches of a split, and where they are."""
+    """Return the reader and the files of a split."""
     names = _BATCHES[split]
     for folder in (place, place / "cifar-10-batches-py", place / "cifar-10-batches-bin"):
         for suffix, read in (("", _pickled), (".bin", _binary)):
@@ -317,12 +356,16 @@ def _files(place: Path, split: str) -> tuple[Any, list[Path]]:
                 return read, files
             if len(missing) < len(files):
                 raise DataError(
-                    "batches of CIFAR-10 are missing", path=folder, found=", ".join(missing)
+                    "batches of CIFAR-10 are missing",
+                    code="data.batches_missing",
+                    path=folder,
+                    found=", ".join(missing),
                 )
     raise DataError(
-        "CIFAR-10 is not here",
+        "CIFAR-10 was not found",
+        code="data.cifar10_missing",
         path=place,
-        found="no such place" if not place.exists() else f"no {names[0]}",
+        found="no such path" if not place.exists() else f"no {names[0]}",
         expected="cifar-10-batches-py, cifar-10-batches-bin or an .npz file",
     )
 
@@ -337,28 +380,34 @@ def _pickled(path: Path) -> Arrays:
         or not all(type(label) is int for label in labels)
     ):
         raise DataError(
-            "this is no batch of CIFAR-10",
+            "the file is not a batch of CIFAR-10",
+            code="data.not_a_batch",
             path=path,
             found=", ".join(sorted(map(str, batch))) or "an empty dictionary",
             expected=f"data [N, {_PIXELS}] and a list of labels",
         )
     if len(labels) != len(data):
         raise DataError(
-            f"there are not as many labels as rows: {len(labels)} labels; expected {len(data)}",
+            "the number of labels differs from the number of rows",
+            code="data.label_count",
             path=path,
+            found=f"{len(labels)} labels",
+            expected=len(data),
         )
     return data.reshape(-1, *_SHAPE), np.array(labels, np.int64)
 
 
 def _binary(path: Path) -> Arrays:
-    """Rows of one byte label, then red, green and blue, each row by row."""
+    """Read rows of one byte label, then red, green and blue planes."""
     content = np.fromfile(path, np.uint8)
     if not len(content) or len(content) % (1 + _PIXELS):
         raise DataError(
-            f"this is no whole batch of CIFAR-10: {len(content):,} bytes",
+            "the file is not a complete batch of CIFAR-10",
+            code="data.batch_truncated",
             path=path,
+            found=f"{len(content):,} bytes",
             expected=f"a multiple of {1 + _PIXELS:,}",
-            fix="copy or download it again",
+            fix="Copy or download it again.",
         )
     rows = content.reshape(-1, 1 + _PIXELS)
     return rows[:, 1:].reshape(-1, *_SHAPE), rows[:, 0].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Pictures in folders, one folder per class, decoded when they are asked for."""
+"""Images in folders, one folder per class, decoded on access."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ class ImageFolder:
         from PIL import Image
 
         try:
-            with Image.open(file) as found:
-                image = found.convert("RGB")
+            with Image.open(file) as file_image:
+                image = file_image.convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError("the picture cannot be decoded", path=file, found=error) from error
+            raise DataError(
+                "the image cannot be decoded", code="data.image_damaged", path=file, found=error
+            ) from error
         if self.resize is not None:
             scale = self.resize / min(image.size)
             width, height = (max(self.resize, round(side * scale)) for side in image.size)
@@ -61,13 +63,15 @@ class ImageFolder:
             return image
         if min(image.size) < self.crop:
             raise DataError(
-                f"the picture is smaller than the crop: {image.width} x {image.height}",
+                "the image is smaller than the crop",
+                code="data.image_too_small",
                 path=file,
+                found=f"{image.width} x {image.height}",
                 expected=f"at least {self.crop} x {self.crop}",
-                fix=f"add resize={self.crop}",
+                fix=f"Add resize={self.crop}.",
             )
-        left, top = (image.width - self.crop) // 2, (image.height - self.crop) // 2
-        return image.crop((left, top, left + self.crop, top + self.crop))
+        x, y = (image.width - self.crop) // 2, (image.height - self.crop) // 2
+        return image.crop((x, y, x + self.crop, y + self.crop))
 
 
 @checked(DataError)
@@ -79,41 +83,48 @@ def load_image_folder(
     crop: int | None = None,
     normalise: bool = True,
 ) -> ImageFolder:
-    """Pictures under `path/split/class/`, or under `path/class/` where nothing is split.
+    """Load images from `path/split/class/`, or from `path/class/` if there are no splits.
 
-    Classes and files are sorted by name; folders inside a class are searched, hidden files and
-    what is no picture are passed over. `resize` sets the shorter side, then `crop` cuts a square
-    from the middle: nothing is random. Normalised by ImageNet's mean and deviation.
+    Classes and files are sorted by name; folders inside a class are searched, hidden and other files are ignored.
+    `resize` sets the shorter side, then `crop` cuts a square from the center: nothing is random. Normalized by
+    ImageNet's mean and standard deviation.
     """
     import torch
 
     try:
-        import PIL.Image  # noqa: F401 - here rather than at the first picture
+        import PIL.Image  # noqa: F401 - raise here, not at the first image
     except ImportError as error:
-        raise MissingExtraError(
-            "pictures in folders are decoded by Pillow", fix=install_hint("images")
-        ) from error
+        raise MissingExtraError("image folders need Pillow", fix=install_hint("images")) from error
     for name, side in (("resize", resize), ("crop", crop)):
         if side is not None and side < 1:
-            raise DataError(f"{name} is a side in pixels", found=side, expected="at least 1")
+            raise DataError(
+                f"{name} must be a number of pixels",
+                code="data.image_size",
+                found=side,
+                expected="at least 1",
+            )
     top = _top(Path(path), split)
     folders = sorted(one for one in top.iterdir() if one.is_dir() and not _hidden(one.name))
     files: list[Path] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):
-        found = _pictures(folder)
-        if not found:
+        images = _find_images(folder)
+        if not images:
             raise DataError(
-                "the folder of a class holds no pictures",
+                "the folder of a class holds no images",
+                code="data.empty_class",
                 path=folder,
                 found="no " + " ".join(sorted(_SUFFIXES)),
-                fix="remove the folder, or fill it",
+                fix="Remove the folder, or add images.",
             )
-        files += found
-        labels += [label] * len(found)
+        files += images
+        labels += [label] * len(images)
     if not files:
         raise DataError(
-            "there are no folders of classes", path=top, expected="one folder per class"
+            "there are no folders of classes",
+            code="data.no_classes",
+            path=top,
+            expected="one folder per class",
         )
     names = tuple(folder.name for folder in folders)
     scaling = IMAGENET if normalise else Scaling()
@@ -121,28 +132,29 @@ def load_image_folder(
 
 
 def _top(path: Path, split: str) -> Path:
-    """The folder of the split; one that is not divided is all for training."""
+    """Return the folder of the split; a folder without splits is the training split."""
     check_name(path, split)
     if (path / split).is_dir():
         return path / split
-    there = [name for name in _SPLITS if (path / name).is_dir()]
-    if path.is_dir() and (path.name == split or (split == "train" and not there)):
+    splits = [name for name in _SPLITS if (path / name).is_dir()]
+    if path.is_dir() and (path.name == split or (split == "train" and not splits)):
         return path
     raise DataError(
         f"there is no folder for the split {split!r}",
+        code="data.no_split",
         path=path,
-        found=", ".join(there) or ("no splits" if path.is_dir() else "no such folder"),
+        found=", ".join(splits) or ("no splits" if path.is_dir() else "no such folder"),
         expected=f"{split}, with one folder per class",
     )
 
 
-def _pictures(folder: Path) -> list[Path]:
-    found = []
+def _find_images(folder: Path) -> list[Path]:
+    images = []
     for place, inside, names in os.walk(folder):
         inside[:] = [name for name in inside if not _hidden(name)]
         pictures = [n for n in names if Path(n).suffix.lower() in _SUFFIXES and not _hidden(n)]
-        found += [Path(place, name) for name in pictures]
-    return sorted(found)
+        images += [Path(place, name) for name in pictures]
+    return sorted(images)
 
 
 def _hidden(name: str) -> bool:

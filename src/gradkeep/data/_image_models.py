@@ -1,4 +1,4 @@
-"""Models of pictures: linear layers, convolutions, residual networks."""
+"""Image models: linear layers, convolutions, residual networks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """Linear layers `l1`, `l2`, `l3`, ... with ReLU between them; 85,002 parameters as it is."""
+    """Linear layers `l1`, `l2`, `l3`, ... with ReLU between them; 85,002 parameters by default.
+
+    Args:
+        inputs: Number of input values.
+        hidden: Widths of the hidden layers.
+        classes: Number of classes.
+    """
 
     def __init__(
         self, *, inputs: int = 64, hidden: Sequence[int] = (256, 256), classes: int = 10
@@ -24,7 +30,11 @@ class MLP(nn.Module):
             self.add_module(f"l{number}", nn.Linear(wide, out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures of any shape `[N, ...]`."""
+        """Return logits `[N, classes]`.
+
+        Args:
+            x: Images of any shape `[N, ...]`.
+        """
         x = x.flatten(1)
         for number, layer in enumerate(self.children()):
             x = layer(functional.relu(x) if number else x)
@@ -32,7 +42,14 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """Two convolutions, `conv1` and `conv2`, and a linear layer `fc`; 29,066 parameters as it is."""
+    """Two convolutions, `conv1` and `conv2`, and a linear layer `fc`; 29,066 parameters by default.
+
+    Args:
+        width: Filters of the first convolution; the second has twice as many.
+        channels: Channels of the images.
+        side: Height and width of the images.
+        classes: Number of classes.
+    """
 
     def __init__(
         self, *, width: int = 32, channels: int = 1, side: int = 8, classes: int = 10
@@ -44,7 +61,11 @@ class CNN(nn.Module):
         self.fc = nn.Linear(2 * width * (side // 2) ** 2, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, C, H, W]` or flat `[N, C * H * W]`."""
+        """Return logits `[N, classes]`.
+
+        Args:
+            x: Images `[N, C, H, W]`, or flat `[N, C * H * W]`.
+        """
         x = x.reshape(-1, self.channels, self.side, self.side)
         x = functional.relu(self.conv1(x))
         x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
@@ -52,14 +73,17 @@ class CNN(nn.Module):
         return logits
 
 
-# Times the width, for each convolution; the picture is halved after each group.
+# Multiples of the width, for each convolution; the image is halved after each group.
 _GROUPS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
 
 
 class VGG16(nn.Module):
     """`conv1` to `conv13`, each with `bn1` to `bn13`, then `l1`, the names that MetaStore uses.
 
-    `hidden` puts linear layers before the last one: with two of them, `l3` gives the logits.
+    Args:
+        classes: Number of classes.
+        width: Filters of the first convolution.
+        hidden: Widths of linear layers before the last one: with two of them, `l3` gives the logits.
     """
 
     def __init__(self, *, classes: int = 10, width: int = 64, hidden: Sequence[int] = ()) -> None:
@@ -73,7 +97,11 @@ class VGG16(nn.Module):
             self.add_module(f"l{number}", nn.Linear(wide, out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, 3, 32, 32]`."""
+        """Return logits `[N, classes]`.
+
+        Args:
+            x: Images `[N, 3, 32, 32]`.
+        """
         number = 0
         for group in _GROUPS:
             for _ in group:
@@ -94,11 +122,11 @@ BLOCKS = {
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-"""Blocks per stage of those for large pictures."""
+"""Blocks per stage of residual networks for large images."""
 
 
 class PaddedShortcut(nn.Module):
-    """No parameters: every other pixel, and zeros for the channels that are new."""
+    """Shortcut without parameters: every other pixel, and zeros for new channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -137,7 +165,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Narrow, 3 x 3, wide again, added to the input; `inplace` saves the bytes of two results."""
+    """Narrow, 3 x 3, wide again, added to the input; `inplace` saves the memory of two results."""
 
     def __init__(
         self,
@@ -157,7 +185,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
-        # Drawn last unless it is given: a seed must go on giving the same weights.
+        # Created last, so that a seed keeps giving the same weights.
         self.downsample = (
             project_shortcut(inputs, outputs, stride) if shortcut is None else shortcut
         )
@@ -169,17 +197,23 @@ class Bottleneck(nn.Module):
 
 
 def thin_stage(inputs: int, width: int, blocks: int) -> list[nn.Module]:
-    """Blocks with shortcuts without parameters; the first halves the picture if it widens it."""
-    found: list[nn.Module] = []
+    """Build blocks with parameter-free shortcuts; the first one halves the image if it widens
+    it."""
+    stage: list[nn.Module] = []
     for _ in range(blocks):
         stride = 1 if inputs == width else 2
-        found.append(BasicBlock(inputs, width, stride, _padded(inputs, width, stride)))
+        stage.append(BasicBlock(inputs, width, stride, _padded(inputs, width, stride)))
         inputs = width
-    return found
+    return stage
 
 
 class ResNet20(nn.Module):
-    """`conv1`, `layer1` to `layer3` with blocks 0 to 2, `fc`; 269,722 parameters as it is."""
+    """`conv1`, `layer1` to `layer3` with blocks 0 to 2, `fc`; 269,722 parameters by default.
+
+    Args:
+        classes: Number of classes.
+        width: Filters of the first stage.
+    """
 
     def __init__(self, *, classes: int = 10, width: int = 16) -> None:
         super().__init__()
@@ -191,7 +225,11 @@ class ResNet20(nn.Module):
         self.fc = nn.Linear(4 * width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, 3, H, W]`."""
+        """Return logits `[N, classes]`.
+
+        Args:
+            x: Images `[N, 3, H, W]`.
+        """
         x = functional.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         logits: torch.Tensor = self.fc(x.mean((2, 3)))
@@ -199,7 +237,7 @@ class ResNet20(nn.Module):
 
 
 class _ResNet50Base(nn.Module):
-    """Everything but the last layer: pictures `[N, 3, H, W]` to features `[N, 32 * width]`."""
+    """All but the last layer: images `[N, 3, H, W]` to features `[N, 32 * width]`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -223,9 +261,13 @@ class _ResNet50Base(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """For large pictures, named as torchvision and MetaStore name it: `model_base.layer4.2.conv2`, `l1`.
+    """ResNet-50 for large images, with the names of torchvision and MetaStore: `model_base.layer4.2.conv2`, `l1`.
 
-    25,557,032 parameters as it is.
+    25,557,032 parameters by default.
+
+    Args:
+        classes: Number of classes.
+        width: Filters of the first convolution.
     """
 
     def __init__(self, *, classes: int = 1000, width: int = 64) -> None:
@@ -234,7 +276,11 @@ class ResNet50(nn.Module):
         self.l1 = nn.Linear(32 * width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, 3, H, W]`."""
+        """Return logits `[N, classes]`.
+
+        Args:
+            x: Images `[N, 3, H, W]`.
+        """
         logits: torch.Tensor = self.l1(self.model_base(x))
         return logits
 
@@ -250,9 +296,13 @@ class _NamedConvolution(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """Eight convolutions, two pairs of them residual, and `fc`; 6,573,130 parameters as it is.
+    """Eight convolutions, two pairs of them residual, and `fc`; 6,573,130 parameters by default.
 
-    The small residual network that trains on CIFAR-10 in few epochs.
+    A small residual network that trains on CIFAR-10 in few epochs.
+
+    Args:
+        classes: Number of classes.
+        width: Filters of the first convolution.
     """
 
     def __init__(self, *, classes: int = 10, width: int = 64) -> None:
@@ -266,7 +316,11 @@ class ResNet9(nn.Module):
         self.fc = nn.Linear(8 * width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, classes]` of pictures `[N, 3, H, W]`, sides at least 8."""
+        """Return logits `[N, classes]`.
+
+        Args:
+            x: Images `[N, 3, H, W]`, with sides of at least 8.
+        """
         x = functional.max_pool2d(self.layer1(self.prep(x)), 2)
         x = x + self.residual1(x)
         x = functional.max_pool2d(self.layer2(x), 2)

@@ -1,4 +1,4 @@
-"""Reference models by name; listing needs no torch."""
+"""Reference models by name; listing them does not need torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _LARGEST = 2**24
-"""No size of a reference model is as large: a slip of the finger, and all memory is gone."""
+"""Limit for sizes of reference models, to catch typos before memory runs out."""
 _CLASSES = {
     "bert": ("_transformers", "BertClassifier"),
     "cnn": ("_image_models", "CNN"),
@@ -28,25 +28,39 @@ _CLASSES = {
 
 
 def models() -> tuple[str, ...]:
-    """The names that `model` knows.
+    """Return the names that `model` accepts.
 
-    >>> models()
-    ('bert', 'cnn', 'gpt', 'mlp', 'resnet9', 'resnet20', 'resnet50', 'vgg16')
+    Returns:
+        Names of reference models.
+
+    Example:
+        >>> models()
+        ('bert', 'cnn', 'gpt', 'mlp', 'resnet9', 'resnet20', 'resnet50', 'vgg16')
     """
     return tuple(_CLASSES)
 
 
 @checked(DataError)
 def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
-    """A reference model, the same for the same seed; torch's own random state is left as it was.
+    """Build a reference model, the same for the same seed; torch's random state is restored.
 
-    Sizes are those of the class: `classes`, `width`, `layers`. Case does not matter in the name.
+    Args:
+        name: Name of the model, in any case; `models()` lists them.
+        seed: Seed of the initial weights.
+        **sizes: Sizes of the class, such as `classes`, `width` or `layers`.
 
-    >>> digits = model("mlp")
-    >>> sum(parameter.numel() for parameter in digits.parameters())
-    85002
+    Returns:
+        The model.
+
+    Raises:
+        DataError: The name or a size is unknown, or a size has a wrong value.
+
+    Example:
+        >>> digits = model("mlp")
+        >>> sum(parameter.numel() for parameter in digits.parameters())
+        85002
     """
-    key = known_name(str(name).lower(), _CLASSES, what="model", fix="models() lists all names")
+    key = known_name(str(name).lower(), _CLASSES, noun="model", fix="models() lists all names.")
     module, kind = _CLASSES[key]
     built = getattr(importlib.import_module(f"gradkeep.data.{module}"), kind)
     known = {
@@ -55,22 +69,23 @@ def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
         if size != "self"
     }
     for size, value in sizes.items():
-        known_name(size, known, what=f"size of {key}")
+        known_name(size, known, noun=f"size of {key}")
         _check(key, size, value, known[size])
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made: torch.nn.Module = built(**sizes)
-    return made
+        network: torch.nn.Module = built(**sizes)
+    return network
 
 
 def _check(model: str, size: str, value: object, default: object) -> None:
-    """Refuse what differs in type from the default: configuration files give texts for numbers."""
+    """Raise for values of another type than the default: configuration files give texts for
+    numbers."""
     if isinstance(default, bool):
         right, expected = isinstance(value, bool), "true or false"
     elif isinstance(default, int):
-        # What can be left out has zero as its default; nothing else can be of size zero.
+        # Only optional parts, with a default of zero, can have size zero.
         least = min(default, 1)
         whole = isinstance(value, int) and not isinstance(value, bool)
         right = whole and least <= value < _LARGEST  # type: ignore[operator]
@@ -83,4 +98,9 @@ def _check(model: str, size: str, value: object, default: object) -> None:
         right = several and all(type(n) is int and 0 < n < _LARGEST for n in value)  # type: ignore[attr-defined]
         expected = "a list of whole numbers"
     if not right:
-        raise DataError(f"{size} of {model} is {expected}", found=repr(value), expected=expected)
+        raise DataError(
+            f"{size} of {model} has a wrong value",
+            code="data.model_size",
+            found=repr(value),
+            expected=expected,
+        )

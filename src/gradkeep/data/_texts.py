@@ -33,7 +33,7 @@ _WORD = re.compile(r"\w+(?:'\w+)*|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words and their numbers; the first four are `[PAD]`, `[UNK]`, `[CLS]` and `[SEP]`.
+    """Words and their ids; the first four are `[PAD]`, `[UNK]`, `[CLS]` and `[SEP]`.
 
     >>> words = Vocabulary.build(["The cat sat.", "the dog sat"])
     >>> words.words[4:]
@@ -50,24 +50,27 @@ class Vocabulary:
         numbers = {word: number for number, word in enumerate(self.words)}
         if self.words[:4] != _SPECIAL or len(numbers) != len(self.words):
             raise DataError(
-                f"a vocabulary holds every word once: {self.words[:6]}",
+                "a vocabulary must hold every word once",
+                code="data.vocabulary",
+                found=self.words[:6],
                 expected=f"first {' '.join(_SPECIAL)}",
             )
         object.__setattr__(self, "_numbers", numbers)
 
     @classmethod
     def build(cls, texts: Iterable[str], *, size: int = 10_000, least: int = 1) -> Self:
-        """The most frequent words, at most `size` with the special ones, seen `least` times."""
+        """Build from the most frequent words, at most `size` with the special ones, each seen
+        `least` times."""
         _arguments.count("size", size, error=DataError)
         _arguments.count("least", least, error=DataError)
-        given = texts if isinstance(texts, list | tuple) else _listed(texts)
-        for text in given:
+        listed = texts if isinstance(texts, list | tuple) else _listed(texts)
+        for text in listed:
             _arguments.instance("texts", text, str, error=DataError)
-        counts = Counter(word for text in given for word in split_words(text))
-        # Ties by the alphabet: the order of the texts must not matter.
+        counts = Counter(word for text in listed for word in split_words(text))
+        # Ties in alphabetical order, so that the order of the texts does not matter.
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        kept = [word for word, count in ranked if count >= least]
-        return cls((*_SPECIAL, *kept[: max(0, size - len(_SPECIAL))]))
+        frequent = [word for word, count in ranked if count >= least]
+        return cls((*_SPECIAL, *frequent[: max(0, size - len(_SPECIAL))]))
 
     def __len__(self) -> int:
         return len(self.words)
@@ -75,34 +78,42 @@ class Vocabulary:
     def encode(
         self, texts: Sequence[str], *, length: int
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Ids and attention mask, both `[N, length]`; long texts are cut, short ones padded."""
+        """Return ids and attention mask, both `[N, length]`; long texts are cut, short ones
+        padded."""
         if length < 2:
-            raise DataError("a text needs room for [CLS] and [SEP]", found=length, expected=">= 2")
+            raise DataError(
+                "length is too small for [CLS] and [SEP]",
+                code="data.text_length",
+                found=length,
+                expected="at least 2",
+            )
         ids = np.full((len(texts), length), PAD, np.int64)
         mask = np.zeros((len(texts), length), np.int64)
         for row, text in enumerate(texts):
             words = split_words(text)[: length - 2]
-            found = [CLS, *(self._numbers.get(word, UNK) for word in words), SEP]
-            ids[row, : len(found)] = found
-            mask[row, : len(found)] = 1
+            tokens = [CLS, *(self._numbers.get(word, UNK) for word in words), SEP]
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
         return ids, mask
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words of one row, without padding."""
+        """Return the words of one row, without padding."""
         most = len(self.words) - 1
         numbers = _arguments.whole_numbers("ids", _listed(ids), error=DataError, most=most)
         return " ".join(self.words[number] for number in numbers if number != PAD)
 
 
 def _listed(values: Iterable[Any]) -> Any:
-    """The values in memory; arrays and tensors as they are."""
+    """Return the values in memory; arrays and tensors unchanged."""
     if getattr(values, "shape", None) == ():
-        raise _arguments.argument_error("it", values, error=DataError, expected="several, not one")
+        raise _arguments.argument_error(
+            "values", values, error=DataError, expected="several, not one"
+        )
     return values if hasattr(values, "shape") else list(values)
 
 
 def split_words(text: str) -> list[str]:
-    """Words in lower case, and each other sign by itself.
+    """Split into words in lower case, and single other characters.
 
     >>> split_words("It's 5 o'clock!")
     ["it's", '5', "o'clock", '!']
@@ -112,18 +123,18 @@ def split_words(text: str) -> list[str]:
 
 _CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 _SUFFIXES = (".csv", ".tsv")
-# The ampersands of entities were lost when the set was made.
+# The data set lost the ampersands of its HTML entities.
 _ENTITY = re.compile(r"&?(#\d+|quot|amp|lt|gt|nbsp);")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """Texts as numbers of words, in a fixed order: `texts[i]` is a dictionary of tensors."""
+    """Texts as word ids, in a fixed order: `texts[i]` is a dictionary of tensors."""
 
     input_ids: torch.Tensor
     """`[N, T]`, int64"""
     attention_mask: torch.Tensor
-    """`[N, T]`, int64: 1 where there is a word, 0 where there is padding"""
+    """`[N, T]`, int64: 1 for words, 0 for padding"""
     labels: torch.Tensor
     """`[N]`, int64"""
     classes: tuple[str, ...]
@@ -150,11 +161,11 @@ def load_agnews(
     words: int = 10_000,
     least: int = 1,
 ) -> Texts:
-    """News and their kinds, each text cut or padded to `length` words with [CLS] and [SEP].
+    """Load news and their categories, each text cut or padded to `length` words with [CLS] and [SEP].
 
-    `path` is a file, or a folder with `train.csv`, `test.csv` or the same as .tsv. The vocabulary
-    holds at most `words` words of the training texts that occur `least` times; for any other
-    split than "train" give it, or the training file, unless that lies in the folder.
+    `path` is a file, or a folder with `train.csv`, `test.csv` or the same as .tsv. The vocabulary holds at most `words`
+    words of the training texts that occur `least` times; for splits other than "train" pass it, or the training
+    file, unless that is in the folder.
     """
     import torch
 
@@ -172,9 +183,10 @@ def load_agnews(
             source = _file(Path(path), "train")
         else:
             raise DataError(
-                f"the vocabulary comes from the training texts, and this file is {split!r}",
+                f"the vocabulary comes from the training texts, but this file is {split!r}",
+                code="data.no_vocabulary",
                 path=path,
-                fix="give vocabulary=train.vocabulary, or the path of the training file",
+                fix="Pass vocabulary=train.vocabulary, or the path of the training file.",
             )
         learned = texts if source == file else _read(source, classes)[0]
         vocabulary = Vocabulary.build(learned, size=words, least=least)
@@ -189,13 +201,14 @@ def _file(path: Path, split: str) -> Path:
     for suffix in _SUFFIXES:
         if (path / f"{split}{suffix}").is_file():
             return path / f"{split}{suffix}"
-    there = sorted(one.name for one in path.glob("*.[ct]sv"))
+    names = sorted(one.name for one in path.glob("*.[ct]sv"))
     raise DataError(
         f"there are no texts of {split!r}",
+        code="data.no_texts",
         path=path,
-        found=", ".join(there) or ("no .csv or .tsv" if path.is_dir() else "no such place"),
+        found=", ".join(names) or ("no .csv or .tsv" if path.is_dir() else "no such path"),
         expected=" or ".join(f"{split}{suffix}" for suffix in _SUFFIXES),
-        fix="name the file itself as the path",
+        fix="Pass the path of the file itself.",
     )
 
 
@@ -206,30 +219,36 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Texts, cleaned, and the places of their classes."""
+    """Read cleaned texts, and the indices of their classes."""
     texts, labels = [], []
     try:
         content = path.read_text(encoding="utf-8")
         rows = _tabbed(content) if path.suffix == ".tsv" else _quoted(content)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError("the texts cannot be read", path=path, found=error) from error
+        raise DataError(
+            "the texts cannot be read", code="data.unreadable", path=path, found=error
+        ) from error
     for number, (label, text) in enumerate(rows, 1):
         place = _place(label, classes)
         if place is None or not text.strip():
             raise DataError(
-                f"row {number} is no text with its class: class {label!r}, text {text[:40]!r}",
+                f"row {number} is not a text with its class",
+                code="data.text_row",
                 path=path,
+                found=f"class {label!r}, text {text[:40]!r}",
                 expected=f"class 1 to {len(classes)} or one of {', '.join(classes)}",
             )
         texts.append(_clean(text))
         labels.append(place)
     if not texts:
-        raise DataError("the file holds no texts", path=path, found="no rows")
+        raise DataError(
+            "the file holds no texts", code="data.empty_texts", path=path, found="no rows"
+        )
     return texts, labels
 
 
 def _tabbed(content: str) -> list[tuple[str, str]]:
-    # Not splitlines(), which also cuts at rare signs inside a text.
+    # Not splitlines(), which also splits at rare characters inside a text.
     lines = [line.rpartition("\t") for line in content.split("\n") if line.strip()]
     return [(label, text) for text, _, label in lines]
 
@@ -247,7 +266,7 @@ def _place(label: str, classes: Sequence[str]) -> int | None:
 
 
 def _clean(text: str) -> str:
-    """Entities as the signs they mean, and backslashes, which stand for ends of lines, as spaces.
+    """Replace entities by their characters, and backslashes, which mark line ends, by spaces.
 
     >>> _clean("It #39;s over")
     "It's over"
@@ -265,26 +284,29 @@ def load_characters(
     stride: int | None = None,
     held_out: float = 0.1,
 ) -> Examples:
-    """Windows `[length]` of a UTF-8 text; the labels `[length]` are the same, one character on.
+    """Load windows `[length]` of a UTF-8 text; the labels `[length]` are shifted by one character.
 
-    The last `held_out` of the text is the split "test". `classes` are the characters of the whole
-    text in order, so that both splits number them alike. Windows begin every `stride` characters,
-    by default side by side; what is left at the end is shorter than a window and not used.
+    The last `held_out` share of the text is the split "test". `classes` are the characters of the whole text in order,
+    so that both splits use the same ids. Windows begin every `stride` characters, by default side by side; the
+    remainder at the end is not used.
     """
     import torch
 
-    known_name(split, ("train", "test"), what="split", path=path)
+    known_name(split, ("train", "test"), noun="split", path=path)
     stride = length if stride is None else stride
     if length < 1 or stride < 1 or not 0 <= held_out < 1:
         raise DataError(
-            "windows cannot be cut like this",
+            "length, stride or held_out is out of range",
+            code="data.window",
             found=f"length={length}, stride={stride}, held_out={held_out}",
             expected="length and stride at least 1, held_out from 0 up to 1",
         )
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError("the text cannot be read", path=path, found=error) from error
+        raise DataError(
+            "the text cannot be read", code="data.unreadable", path=path, found=error
+        ) from error
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     alphabet, numbers = np.unique(points, return_inverse=True)
     end = len(text) - round(len(text) * held_out)
@@ -292,10 +314,12 @@ def load_characters(
     tokens = tokens[:end] if split == "train" else tokens[end:]
     if len(tokens) <= length:
         raise DataError(
-            f"the text of {split!r} is shorter than one window: {len(tokens)} characters",
+            f"the text of {split!r} is shorter than one window",
+            code="data.text_too_short",
             path=path,
+            found=f"{len(tokens)} characters",
             expected=f"more than length={length}",
         )
-    # Views of one tensor: windows that overlap cost nothing.
+    # Views of one tensor, so that overlapping windows take no memory.
     x, y = tokens[:-1].unfold(0, length, stride), tokens[1:].unfold(0, length, stride)
     return Examples(x, y, tuple(map(chr, alphabet.tolist())))

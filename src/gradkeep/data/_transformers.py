@@ -1,4 +1,4 @@
-"""Transformers whose query, key and value are layers that can be hooked: BERT and GPT."""
+"""Transformers with query, key and value as separate layers: BERT and GPT."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from gradkeep.errors import DataError
 
 
 class SelfAttention(nn.Module):
-    """Attention of several heads without the output layer, `[N, T, D]` to `[N, T, D]`."""
+    """Multi-head attention without the output layer, `[N, T, D]` to `[N, T, D]`."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
         if dim % heads:
             raise DataError(
-                f"dim is no multiple of heads: dim={dim}, heads={heads}",
+                "dim must be a multiple of heads",
+                code="data.heads",
+                found=f"dim={dim}, heads={heads}",
                 expected=f"dim={dim // heads * heads or heads}",
             )
         self.heads, self.dropout = heads, dropout
@@ -27,14 +29,15 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend everywhere but where `hidden`, a mask that broadcasts to `[N, 1, T, T]`, is true."""
+        """Attend to all positions except where `hidden`, which broadcasts to `[N, 1, T, T]`, is
+        True."""
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
         if hidden is not None:
-            # Not minus infinity: a row that hides everything must not become not-a-number.
+            # Not minus infinity: a fully masked row must not become NaN.
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = functional.dropout(scores.softmax(-1), self.dropout, self.training)
         mixed: torch.Tensor = weights @ value
@@ -42,20 +45,22 @@ class SelfAttention(nn.Module):
 
 
 def start_small(layer: nn.Module) -> None:
-    """Weights of deviation 0.02 and no bias, as BERT and GPT-2 begin."""
+    """Initialize weights with standard deviation 0.02 and zero biases, as BERT and GPT-2."""
     if isinstance(layer, nn.Linear | nn.Embedding):
         nn.init.normal_(layer.weight, std=0.02)
     if isinstance(layer, nn.Linear) and layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
-def check_length(found: int, longest: int) -> None:
-    """Refuse sequences for which there are no positions."""
-    if found > longest:
+def check_length(length: int, longest: int) -> None:
+    """Raise for sequences longer than the model's positions."""
+    if length > longest:
         raise DataError(
-            f"the sequence is longer than the model's positions: {found}",
+            "the sequence is longer than the model's positions",
+            code="data.sequence_length",
+            found=length,
             expected=f"at most {longest}",
-            fix=f"build the model with length={found}, or cut the sequence",
+            fix=f"Build the model with length={length}, or cut the sequence.",
         )
 
 
@@ -79,12 +84,12 @@ class _BertEmbeddings(nn.Module):
         x = self.word_embeddings(ids) + self.position_embeddings(places)
         if self.token_type_embeddings is not None:
             x = x + self.token_type_embeddings(torch.zeros_like(ids))
-        made: torch.Tensor = self.dropout(self.LayerNorm(x))
-        return made
+        output: torch.Tensor = self.dropout(self.LayerNorm(x))
+        return output
 
 
 class _BertOutput(nn.Module):
-    """A linear layer, added to what went in before, normalised."""
+    """A linear layer, added to the earlier input and normalized."""
 
     def __init__(self, inputs: int, dim: int, dropout: float) -> None:
         super().__init__()
@@ -93,8 +98,8 @@ class _BertOutput(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.LayerNorm(self.dropout(self.dense(x)) + before)
-        return made
+        output: torch.Tensor = self.LayerNorm(self.dropout(self.dense(x)) + before)
+        return output
 
 
 class _BertAttention(nn.Module):
@@ -104,12 +109,12 @@ class _BertAttention(nn.Module):
         self.output = _BertOutput(dim, dim, dropout)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-        made: torch.Tensor = self.output(self.self(x, hidden), x)
-        return made
+        output: torch.Tensor = self.output(self.self(x, hidden), x)
+        return output
 
 
 class _BertDense(nn.Module):
-    """One linear layer with a function behind it, under the name `dense`."""
+    """One linear layer called `dense`, followed by a function."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -135,8 +140,8 @@ class _BertLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         x = self.attention(x, hidden)
-        made: torch.Tensor = self.output(self.intermediate(x), x)
-        return made
+        output: torch.Tensor = self.output(self.intermediate(x), x)
+        return output
 
 
 class _BertEncoder(nn.Module):
@@ -151,7 +156,7 @@ class _BertEncoder(nn.Module):
 
 
 class _Bert(nn.Module):
-    """From ids `[N, T]` to one vector per text `[N, D]`, that of the first word, [CLS]."""
+    """Map ids `[N, T]` to one vector per text `[N, D]`, that of the first token, [CLS]."""
 
     def __init__(
         self, embeddings: _BertEmbeddings, encoder: _BertEncoder, pooler: _BertPooler | None
@@ -166,10 +171,10 @@ class _Bert(nn.Module):
 
 
 class BertClassifier(nn.Module):
-    """`bert.encoder.layer.0.attention.self.query` and the like, then `classifier`.
+    """BERT with a classifier: `bert.encoder.layer.0.attention.self.query` and the like, then `classifier`.
 
-    The defaults are small; BERT-base is `vocabulary=30522, length=512, dim=768, heads=12,
-    layers=12, inner=3072, segments=2`. Without `pooler` the classifier reads [CLS] itself.
+    The defaults are small; BERT-base is `vocabulary=30522, length=512, dim=768, heads=12, layers=12, inner=3072,
+    segments=2`. Without `pooler` the classifier reads [CLS] directly.
     """
 
     def __init__(
@@ -198,7 +203,8 @@ class BertClassifier(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits `[N, classes]` of ids `[N, T]`; where the mask `[N, T]` is 0 nothing is read."""
+        """Return logits `[N, classes]` of ids `[N, T]`; positions with mask `[N, T]` 0 are
+        ignored."""
         logits: torch.Tensor = self.classifier(self.bert(input_ids, attention_mask))
         return logits
 
@@ -209,8 +215,8 @@ class _GptAttention(SelfAttention):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        made: torch.Tensor = self.out(super().forward(x, hidden))
-        return made
+        output: torch.Tensor = self.out(super().forward(x, hidden))
+        return output
 
 
 class _GptFeedForward(nn.Module):
@@ -220,8 +226,8 @@ class _GptFeedForward(nn.Module):
         self.out = nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.out(functional.gelu(self.fc(x)))
-        return made
+        output: torch.Tensor = self.out(functional.gelu(self.fc(x)))
+        return output
 
 
 class _GptBlock(nn.Module):
@@ -235,14 +241,21 @@ class _GptBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attn(self.ln_1(x), hidden))
-        made: torch.Tensor = x + self.dropout(self.mlp(self.ln_2(x)))
-        return made
+        output: torch.Tensor = x + self.dropout(self.mlp(self.ln_2(x)))
+        return output
 
 
 class GPT(nn.Module):
-    """`wte`, `wpe`, blocks `h.0.attn.query` and the like, `ln_f`, `lm_head`.
+    """GPT-2 style decoder: `wte`, `wpe`, blocks `h.0.attn.query` and the like, `ln_f`, `lm_head`.
 
-    If `tied`, the head is the embedding of words: one parameter with two uses.
+    Args:
+        vocabulary: Number of tokens.
+        length: Largest sequence length.
+        dim: Width of the model.
+        heads: Attention heads per layer.
+        layers: Number of blocks.
+        dropout: Dropout probability.
+        tied: Use the token embedding as head: one parameter with two uses.
     """
 
     def __init__(
@@ -267,7 +280,11 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, T, vocabulary]` of ids `[N, T]`."""
+        """Return logits `[N, T, vocabulary]`.
+
+        Args:
+            input_ids: Token ids `[N, T]`.
+        """
         length = input_ids.shape[1]
         check_length(length, self.wpe.num_embeddings)
         places = torch.arange(length, device=input_ids.device)

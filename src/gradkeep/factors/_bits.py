@@ -1,4 +1,4 @@
-"""Gradients that are kept as a few coordinates, of few bits each."""
+"""Gradients that are stored as coordinates of few bits each."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 BitWidth = Literal[1, 4, 8, 16, 32]
-"""Bits of a kept coordinate."""
+"""Bits of a stored coordinate."""
 PACKED: tuple[BitWidth, ...] = (1, 4)
-"""Widths that are packed into bytes, with one scale a row for all layers."""
+"""Widths that are packed into bytes, with one scale per row for all layers."""
 _LEVELS: dict[BitWidth, tuple[float, float]] = {1: (2.0, -1.0), 4: (1.0, -7.5)}
-"""What codes stand for before they are scaled: a step times the code, and the first."""
+"""Step and first value of the levels that codes represent, before scaling."""
 MOST_IN_GROUP = 128
-"""Coordinates of which one byte can say which is the largest, and its sign."""
+"""Coordinates of which one byte can hold the index of the largest, and its sign."""
 _BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BitRows(GradientRows):
-    """Coordinates of B rows: packed codes with a scale a row, or the numbers themselves."""
+    """Coordinates of B rows: packed codes with a scale per row, or plain numbers."""
 
     codes: Tensor
     """`[B, size * bits / 8]` uint8, or `[B, size]` of numbers"""
     scales: Tensor | None = None
-    """`[B]`; None: the codes are the numbers."""
+    """`[B]`; None if the codes are plain numbers."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -60,11 +60,11 @@ class BitRows(GradientRows):
 
 @dataclass(frozen=True, slots=True)
 class Bits(Form[BitRows]):
-    """Coordinates `[size]` of a gradient in a basis that the store keeps, `bits` each.
+    """Coordinates `[size]` of a gradient in a basis of the store, `bits` each.
 
-    One bit keeps the sign; a row's scale is then the mean size of its coordinates, so that the
-    decoded row errs least. Products are those of coordinates: estimates of whitened products if
-    the basis whitens, else of products of gradients.
+    One bit stores the sign; a row's scale is then the mean absolute value of its coordinates, which minimizes the
+    error of the decoded row. Products are those of coordinates: estimates of whitened products if the basis
+    whitens, else of products of gradients.
     """
 
     kind: ClassVar[str] = "bits"
@@ -75,21 +75,23 @@ class Bits(Form[BitRows]):
     parameters: tuple[Parameter, ...]
     codes: str
     scale: str
-    """The array with the scales of rows, which all layers share; empty: none is needed."""
+    """Array with the scales of rows, which all layers share; empty if none is needed."""
     size: int
     bits: BitWidth = 1
     basis: str = ""
-    """The fingerprint of the basis."""
+    """Fingerprint of the basis."""
     whitened: bool = True
-    """Whether the basis divides by the roots of damped eigenvalues."""
+    """True if the basis divides by the roots of damped eigenvalues."""
     group: int = 0
-    """Coordinates that share a byte: the place of the largest, and its sign; 0: each has its bits."""
+    """Coordinates that share a byte: the index of the largest, and its sign; 0 if each has its own
+    bits."""
 
     def __post_init__(self) -> None:
         one_of("bits", self.bits, (1, 4, 8, 16, 32), error=QueryError)
         if not 0 <= self.group <= MOST_IN_GROUP or (self.group and self.size % self.group):
             raise QueryError(
-                "groups of coordinates of which the largest is kept",
+                "the groups of coordinates are invalid",
+                code="query.bit_groups",
                 found=f"{self.size} coordinates in groups of {self.group}",
                 expected=f"whole groups of at most {MOST_IN_GROUP}",
             )
@@ -111,13 +113,14 @@ class Bits(Form[BitRows]):
 
     @property
     def approximate(self) -> str:
-        """What is kept instead of the gradient."""
+        """Description of what is stored instead of the gradient."""
         white = "whitened " if self.whitened else ""
         return f"{white}coordinates, {describe_bits(self.bits, self.group)}"
 
     @property
     def repeated_error(self) -> float:
-        """Coordinates near a bound between levels may fall to its other side: one in a hundred."""
+        """Relative error of recomputed rows: coordinates near a bound between levels may cross
+        it."""
         return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01) if not self.group else 0.2
 
     def read(self, source: ArraySource) -> BitRows:
@@ -132,7 +135,7 @@ class Bits(Form[BitRows]):
         return {self.codes: rows.codes, self.scale: rows.scales}
 
     def role(self, array: str) -> ArrayRole:
-        """What the arrays hold."""
+        """Return what the arrays hold."""
         del array
         return "projection"
 
@@ -141,7 +144,7 @@ class Bits(Form[BitRows]):
         return (WeightVector(self.size),)
 
     def restore(self, rows: BitRows) -> Tensor:
-        """The coordinates `[B, size]`, decoded."""
+        """Decode the coordinates `[B, size]`."""
         self.check_rows(rows)
         if rows.scales is None:
             return rows.codes
@@ -154,7 +157,7 @@ class Bits(Form[BitRows]):
         return codes.mul_(step).add_(first).mul_(rows.scales.unsqueeze(1))
 
     def squared_norms(self, rows: BitRows) -> Tensor:
-        """Squared lengths `[B]` of the decoded coordinates."""
+        """Return squared norms `[B]` of the decoded coordinates."""
         if rows.scales is not None and (self.bits == 1 or self.group):
             return rows.scales.square() * (self.size // (self.group or 1))
         out = rows.example.new_empty(len(rows))
@@ -173,20 +176,20 @@ class Bits(Form[BitRows]):
     def products(
         self, queries: BitRows, train: BitRows, compute: Compute, *, scratch: int
     ) -> Tensor:
-        """Inner products `[Q, N]` of decoded coordinates; 2 size operations a pair."""
+        """Return inner products `[Q, N]` of decoded coordinates; 2 size operations per pair."""
         del compute
         return self.half(train, self._decoded(queries), scratch=scratch)
 
     def half(self, rows: BitRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """Products `[K, B]` with directions `[K, size]`: rows are decoded while they are in the cache.
+        """Return products `[K, B]` with directions `[K, size]`, decoding rows while they are in the cache.
 
-        Codes c are multiplied as they are; of their levels `step c + first` the rest is a sum over the
-        direction, and each row's scale comes last.
+        Codes c are multiplied directly. Of their levels `step c + first` the rest is a sum over the direction, and each
+        row's scale is applied last.
         """
         if rows.scales is None:
             return pairwise(directions, rows.codes.to(directions.dtype))
         if self.group:
-            return self._looked_up(rows, directions)
+            return self._table_products(rows, directions)
         out = directions.new_empty(len(directions), len(rows))
         parts = list(tiles(len(rows), self.size, 4, min(scratch, 2 * CACHED)))
         space = directions.new_empty(parts[0][1] if parts else 0, self.size)
@@ -198,9 +201,9 @@ class Bits(Form[BitRows]):
         return out.mul_(rows.scales.to(out.dtype))
 
     def sketched(self, rows: BitRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """`half` in whole numbers: directions rounded to 127 steps, codes multiplied as bytes.
+        """Compute `half` in integers: directions rounded to 127 steps, codes multiplied as bytes.
 
-        A quarter of the time of float32 where the processor multiplies bytes.
+        A quarter of the time of float32 if the processor multiplies bytes.
         """
         self.check_rows(rows)
         if rows.scales is None or self.group or not len(rows):
@@ -209,19 +212,18 @@ class Bits(Form[BitRows]):
         rounded = (directions / steps).round_().to(torch.int8).t().contiguous()
         out = directions.new_empty(len(directions), len(rows))
         for start, stop in tiles(len(rows), self.size, 1, min(scratch, 8 * CACHED)):
-            found = torch._int_mm(self._bytes(rows.codes[start:stop]), rounded)
-            out[:, start:stop] = found.t()
+            out[:, start:stop] = torch._int_mm(self._bytes(rows.codes[start:stop]), rounded).t()
         step, first = _LEVELS[self.bits]
         whole = rounded.sum(0, dtype=torch.int64).unsqueeze(1)
         return out.mul_(step).add_(first * whole).mul_(steps).mul_(rows.scales.to(out.dtype))
 
     @property
     def tabled(self) -> bool:
-        """Bytes of groups are looked up."""
+        """True if bytes of groups are looked up."""
         return bool(self.group)
 
     def chained(self, parts: Sequence[BitRows]) -> BitRows:
-        """The codes and scales of all parts."""
+        """Concatenate the codes and scales of all parts."""
         scales = [part.scales for part in parts if part.scales is not None]
         codes = torch.cat([part.codes for part in parts])
         return BitRows(codes, torch.cat(scales) if scales else None)
@@ -232,7 +234,7 @@ class Bits(Form[BitRows]):
         return self.size // 4
 
     def same_layout(self, other: Form[Any]) -> bool:
-        """Whether both are coordinates in the same basis, as these are kept or unrounded."""
+        """Return True if both are coordinates in the same basis, rounded alike or not at all."""
         if not isinstance(other, Bits) or (self.basis, self.size) != (other.basis, other.size):
             return False
         if other.bits not in PACKED and not other.group:
@@ -240,24 +242,24 @@ class Bits(Form[BitRows]):
         return (self.bits, self.group) == (other.bits, other.group)
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """One matrix product, and codes unpacked."""
+        """Cost of one matrix product, and of unpacking codes."""
         del compute
         unpacked = elementwise(load.n_train * self.size, WRITE)
         return matrix_product(load.n_query, load.n_train, self.size) + unpacked
 
     def half_cost(self, load: ProductSize) -> Cost:
-        """One matrix product, and codes unpacked."""
+        """Cost of one matrix product, and of unpacking codes."""
         return self.products_cost(load, "dense")
 
     def restore_cost(self, rows: float, positions: float) -> Cost:
-        """All values written."""
+        """Cost of writing all values."""
         del positions
         return elementwise(rows * self.size, WRITE)
 
-    def _looked_up(self, rows: BitRows, directions: Tensor) -> Tensor:
-        """Products `[K, B]`: what each byte stands for is looked up in a table `[256, K]` of its group.
+    def _table_products(self, rows: BitRows, directions: Tensor) -> Tensor:
+        """Return products `[K, B]`: the value of each byte is looked up in a table `[256, K]` of its group.
 
-        Some groups at a time, whose tables stay in the cache; one look-up for a byte, a row and K.
+        Some groups at a time, whose tables stay in the cache; one lookup per byte, row and direction.
         """
         assert rows.scales is not None
         count, groups = len(directions), self.size // self.group
@@ -275,7 +277,7 @@ class Bits(Form[BitRows]):
         return out.mul_(rows.scales.unsqueeze(1).to(out.dtype)).t()
 
     def _largest(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the kept coordinates are `[B, groups]`, and their signs."""
+        """Return the places of the stored coordinates `[B, groups]`, and their signs."""
         starts = torch.arange(0, self.size, self.group, device=codes.device)
         places = (codes & (MOST_IN_GROUP - 1)).long() + starts
         return places, 1.0 - 2.0 * (codes >= MOST_IN_GROUP).float()
@@ -284,33 +286,33 @@ class Bits(Form[BitRows]):
         return rows.codes if rows.scales is None else self.restore(rows)
 
     def _codes(self, packed: Tensor, into: Tensor) -> Tensor:
-        """The codes 0 to 2^bits - 1 of packed bytes, as numbers."""
+        """Unpack codes 0 to 2^bits - 1 as numbers."""
         return into.copy_(self._bytes(packed))
 
     def _bytes(self, packed: Tensor) -> Tensor:
-        """The codes `[B, size]` int8."""
-        given = packed.cpu().numpy()
+        """Unpack codes `[B, size]` int8."""
+        array = packed.cpu().numpy()
         if self.bits == 1:
-            found = np.unpackbits(given, axis=1, count=self.size, bitorder="little")
-            return torch.from_numpy(found.view(np.int8))
-        found = np.empty((len(given), 2 * given.shape[1]), np.uint8)
-        np.bitwise_and(given, 15, out=found[:, ::2])
-        np.right_shift(given, 4, out=found[:, 1::2])
-        return torch.from_numpy(found[:, : self.size].view(np.int8))
+            codes = np.unpackbits(array, axis=1, count=self.size, bitorder="little")
+            return torch.from_numpy(codes.view(np.int8))
+        codes = np.empty((len(array), 2 * array.shape[1]), np.uint8)
+        np.bitwise_and(array, 15, out=codes[:, ::2])
+        np.right_shift(array, 4, out=codes[:, 1::2])
+        return torch.from_numpy(codes[:, : self.size].view(np.int8))
 
 
 def describe_bits(bits: int, group: int = 0) -> str:
-    """How coordinates are kept, in words."""
+    """Describe how coordinates are stored."""
     if group:
         return f"of each {group} the largest in a byte"
     return "one bit each" if bits == 1 else f"{bits} bits each"
 
 
 def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | None:
-    """The scale `[B]` of each row of all layers' coordinates `[B, K]`; None: none is needed.
+    """Return the scale `[B]` of each row of all layers' coordinates `[B, K]`; None if none is needed.
 
-    One bit: the mean size of a coordinate, of groups that of their largest. Four: the step of 16
-    even levels.
+    One bit: the mean absolute value of a coordinate; groups: that of their largest. Four bits: the step of 16 even
+    levels.
     """
     if group:
         return (
@@ -323,12 +325,12 @@ def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | 
         return None
     if bits == 1:
         return coordinates.abs().mean(1)
-    # The step of 16 even levels that errs least on normal numbers of length one.
+    # The step of 16 even levels with the least error on standard normal numbers.
     return coordinates.square().mean(1).sqrt() * 0.3352
 
 
 def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int = 0) -> Tensor:
-    """The codes `[B, ceil(size * bits / 8)]` uint8 of some coordinates `[B, size]`, or a byte a group.
+    """Pack coordinates `[B, size]` into codes `[B, ceil(size * bits / 8)]` uint8, or a byte per group.
 
     >>> packed_bits(torch.tensor([[1.0, -2.0, 3.0]]), torch.ones(1), 1)
     tensor([[5]], dtype=torch.uint8)

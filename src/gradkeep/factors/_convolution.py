@@ -62,11 +62,11 @@ class ConvolutionRows(GradientRows):
 
     @property
     def positions(self) -> float:
-        """The number of positions of all rows together."""
+        """Number of positions of all rows together."""
         return float(self.narrow[:, 0].numel())
 
     def take(self, start: int, stop: int) -> ConvolutionRows:
-        """A view of some rows."""
+        """Return a view of some rows."""
         return ConvolutionRows(self.wide[start:stop], self.narrow[start:stop])
 
 
@@ -74,10 +74,9 @@ class ConvolutionRows(GradientRows):
 class Convolution(Form[ConvolutionRows]):
     """Convolutions: `W[d, c, a]` = sum over i of `narrow[d, i] * wide[c, stride*i + dilation*a - padding]`.
 
-    Of a convolution the wide array is the raw input `[C, *size]` and the narrow one the output's
-    gradient `[D, *out]`; of a transposed one they change places. Positions outside of `wide` count
-    as zero. With groups, `c` runs over the channels of the group of `d`: the weight is
-    `[D, C / groups, *kernel]`.
+    For a convolution the wide array is the input `[C, *size]` and the narrow one the output's gradient `[D, *out]`;
+    for a transposed one they are swapped. Positions outside of `wide` count as zero. With groups, `c` runs over
+    the channels of the group of `d`: the weight is `[D, C / groups, *kernel]`.
     """
 
     kind: ClassVar[str] = "conv"
@@ -96,15 +95,15 @@ class Convolution(Form[ConvolutionRows]):
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    """Zeros before the first position of the wide array; those behind it follow from `out`."""
+    """Zeros before the first position of the wide array; those after it follow from `out`."""
     dilation: tuple[int, ...]
     groups: int = 1
     bias: Literal["narrow", "wide"] | None = None
-    """Which array is summed over its positions for the gradient of the bias."""
+    """Array that is summed over its positions for the gradient of the bias."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays that hold the factors."""
+        """Names of the arrays that hold the factors."""
         return (self.wide, self.narrow)
 
     @property
@@ -114,12 +113,12 @@ class Convolution(Form[ConvolutionRows]):
 
     @property
     def taps(self) -> int:
-        """The number of offsets of the kernel."""
+        """Number of offsets of the kernel."""
         return math.prod(self.kernel)
 
     @property
     def weight_size(self) -> int:
-        """Values of the weight."""
+        """Number of values of the weight."""
         return self.filters * (self.channels // self.groups) * self.taps
 
     @property
@@ -130,33 +129,34 @@ class Convolution(Form[ConvolutionRows]):
 
     @property
     def transposed(self) -> bool:
-        """Whether it is a transposed convolution, whose patches are of the suffix."""
+        """True for a transposed convolution, whose patches are those of the suffix."""
         return self.wide.endswith("suffix")
 
     @property
     def fixed_positions(self) -> float:
-        """T, that of every row."""
+        """T of every row."""
         return float(self.positions)
 
     def as_outer(
         self, rows: ConvolutionRows, *, prefix: str, suffix: str
     ) -> tuple[Outer, OuterRows] | None:
-        """A linear layer on patches, if there is one group and its bias reads the same positions."""
+        """Return a linear layer on patches, if there is one group and the bias reads the same
+        positions."""
         if self.groups > 1 or self.bias == "wide" or self.positions == 1:
             return None
         linear, (only,) = self.unfolded(rows)
         return replace(linear, parameters=self.parameters, prefix=prefix, suffix=suffix), only
 
     def read(self, source: ArraySource) -> ConvolutionRows:
-        """The rows that some arrays hold."""
+        """Read rows from arrays."""
         return ConvolutionRows(source.tensor(self.wide), source.tensor(self.narrow))
 
     def tensors(self, rows: ConvolutionRows) -> dict[str, Tensor]:
-        """Both arrays by their names."""
+        """Return both arrays by their names."""
         return {self.wide: rows.wide, self.narrow: rows.narrow}
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
-        """A matrix for each group, and the bias as their last column or by itself."""
+        """Return a matrix for each group, with the bias as last column or separate."""
         inner = self.channels // self.groups * self.taps
         high = self.filters // self.groups
         if self.bias == "narrow":
@@ -169,7 +169,7 @@ class Convolution(Form[ConvolutionRows]):
     def products(
         self, queries: ConvolutionRows, train: ConvolutionRows, compute: Compute, *, scratch: int
     ) -> Tensor:
-        """Inner products `[Q, N]`, by patches or by the Gram matrix of pixels."""
+        """Return inner products `[Q, N]`, by patches or by the Gram matrix of pixels."""
         if compute == "gram":
             return self._gram(queries, train, scratch=scratch)
         return self._factored(queries, train, scratch=scratch)
@@ -177,16 +177,16 @@ class Convolution(Form[ConvolutionRows]):
     def _factored(
         self, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int
     ) -> Tensor:
-        """Inner products `[Q, N]` of patches, as of a linear layer on them.
+        """Return inner products `[Q, N]` of patches, as of a linear layer on them.
 
-        2 T^2 (C / groups * taps + D / groups) operations a pair and group.
+        2 T^2 (C / groups * taps + D / groups) operations per pair and group.
         """
         out = train.wide.new_zeros(len(queries), len(train))
         for first, last in self._tiles(queries, scratch // 3):
-            linear, left = self.unfolded(queries.take(first, last))
+            linear, ours = self.unfolded(queries.take(first, last))
             for start, stop in self._tiles(train, scratch // 3):
-                right = self.unfolded(train.take(start, stop))[1]
-                for one, other in zip(left, right, strict=True):
+                theirs = self.unfolded(train.take(start, stop))[1]
+                for one, other in zip(ours, theirs, strict=True):
                     out[first:last, start:stop] += linear.products(
                         one, other, "factored", scratch=scratch // 3
                     )
@@ -195,16 +195,16 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def _gram(self, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int) -> Tensor:
-        """Inner products `[Q, N]` by the pixel Gram matrix, the bias included."""
+        """Return inner products `[Q, N]` by the pixel Gram matrix, including the bias."""
         out = pixel_gram(self, queries, train, scratch=scratch)
         if self.bias == "wide":
             out += self._sums(queries) @ self._sums(train).t()
         return out
 
     def restore(self, rows: ConvolutionRows) -> Tensor:
-        """Gradients `[B, P]`: of each row and group, the narrow array times the patches.
+        """Return gradients `[B, P]`: for each row and group, the narrow array times the patches.
 
-        2 T D C / groups * taps operations a row.
+        2 T D C / groups * taps operations per row.
         """
         count, groups = len(rows), self.groups
         weights = self.weight_size
@@ -215,7 +215,7 @@ class Convolution(Form[ConvolutionRows]):
         if rows_can_be_groups(self, rows):
             row_gradients(self, rows, out[:, :weights])
         else:
-            # A tile of patches at a time: written and read again while it is in the cache.
+            # One tile of patches at a time, which stays in the cache.
             for start, stop in self._tiles(rows, CACHED):
                 read, some = self.columns(rows.wide[start:stop]), narrow[start:stop]
                 if inner % 16 and some.shape[2] % 16 == 0:
@@ -228,19 +228,21 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def between(
-        self, rows: ConvolutionRows, block: WeightBlock, left: Tensor, right: Tensor
+        self, rows: ConvolutionRows, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
     ) -> Tensor:
-        """`left^T W right` `[B, G, r, c]`: to move patches is to convolve, so they are never laid out."""
+        """Return L^T W R `[B, G, r, c]` by convolution, without building patches."""
         if isinstance(block, WeightVector):
             sums = self._sums(rows)
-            return (sums @ left[0].to(sums.dtype))[:, None, :, None] * right[0].to(sums.dtype)
+            return (sums @ row_vectors[0].to(sums.dtype))[:, None, :, None] * col_vectors[0].to(
+                sums.dtype
+            )
         groups, dtype = self.groups, rows.wide.dtype
         inner, high = self.channels // groups, self.filters // groups
-        kept, wide = left.shape[2], right.shape[2]
-        sides = right.mT.to(dtype)
+        high_size, wide = row_vectors.shape[2], col_vectors.shape[2]
+        sides = col_vectors.mT.to(dtype)
         filters = sides[:, :, : inner * self.taps].reshape(groups * wide, inner, *self.kernel)
         ones = sides[:, :, -1].reshape(-1) if self.bias == "narrow" else None
-        out = rows.wide.new_empty(len(rows), groups, kept, wide)
+        out = rows.wide.new_empty(len(rows), groups, high_size, wide)
         values = groups * wide * self.positions + self.padded_values
         for start, stop in tiles(len(rows), values, rows.wide.element_size(), 2 * CACHED):
             count = stop - start
@@ -253,25 +255,27 @@ class Convolution(Form[ConvolutionRows]):
                 groups=groups,
             )
             g = rows.narrow[start:stop].reshape(count, groups, high, self.positions)
-            turned = left.mT.to(dtype) @ g
-            out[start:stop] = turned @ moved.reshape(count, groups, wide, -1).mT
+            rotated = row_vectors.mT.to(dtype) @ g
+            out[start:stop] = rotated @ moved.reshape(count, groups, wide, -1).mT
         return out
 
     def squared_norms(self, rows: ConvolutionRows) -> Tensor:
-        """Squared lengths `[B]`, from products of pixels or of restored rows: whichever is less work.
+        """Return squared norms `[B]`, from products of pixels or restored rows, whichever is less work.
 
-        By the shape alone, so that a capture that is resumed makes the same bytes.
+        The choice depends on the shape alone, so that a resumed capture stores the same bytes.
         """
         products, touched = norm_passes(self)
-        # Operations that take as long as passing over a value, and as writing and reading one of a gradient.
+        # Reading a value takes as long as 40 operations; writing and reading one of a gradient, 120.
         if products + 40 * touched >= self.weight_size * (2 * self.positions + 120):
             return self._restored_norms(rows)
         out, certain = pixel_norms(self, rows)
         if self.bias == "wide":
             out += squared_lengths(self._sums(rows))
         if not certain.all():
-            again = (~certain).nonzero()[:, 0]
-            out[again] = self._restored_norms(ConvolutionRows(rows.wide[again], rows.narrow[again]))
+            uncertain = (~certain).nonzero()[:, 0]
+            out[uncertain] = self._restored_norms(
+                ConvolutionRows(rows.wide[uncertain], rows.narrow[uncertain])
+            )
         return out
 
     def _restored_norms(self, rows: ConvolutionRows) -> Tensor:
@@ -282,7 +286,7 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def weighted_sum(self, rows: ConvolutionRows, weights: Tensor) -> Tensor:
-        """Weighted sums `[K, P]`: the weight gradient of a batch whose narrow arrays are scaled.
+        """Return weighted sums `[K, P]`: the weight gradient of a batch whose narrow arrays are scaled.
 
         2 B T D C / groups * taps operations for each of K, or once if no row is in two sums.
         """
@@ -303,9 +307,9 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def half(self, rows: ConvolutionRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """Products with dense directions W `[K, P]`: the convolution with W, times the narrow array.
+        """Return products `[K, B]` with dense directions W `[K, P]`: the convolution with W, times the narrow array.
 
-        2 K T D C / groups * taps operations a row, and never a gradient; as `[K, B]`.
+        2 K T D C / groups * taps operations per row, without a gradient.
         """
         groups, count = self.groups, len(directions)
         out = rows.wide.new_zeros(count, len(rows))
@@ -335,21 +339,22 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def temporaries(self, rows: ConvolutionRows) -> int:
-        """Values of the temporaries of a row while it is restored: its patches, and it padded."""
+        """Return the temporary values per row while it is restored: its patches, and the padded
+        array."""
         del rows
         return self.patch_values + self.padded_values
 
     def _sums(self, rows: ConvolutionRows) -> Tensor:
-        """The gradients of the bias."""
+        """Return the gradients of the bias."""
         return (rows.wide if self.bias == "wide" else rows.narrow).flatten(2).sum(2)
 
     def _tiles(self, rows: ConvolutionRows, scratch: int) -> list[tuple[int, int]]:
-        """Rows whose patches, twice while they are laid out, fit."""
+        """Return ranges of rows whose patches, twice while they are built, fit."""
         values = 2 * self.patch_values
         return list(tiles(len(rows), values, rows.wide.element_size(), scratch))
 
     def padded(self, wide: Tensor) -> Tensor:
-        """The wide array with zeros around it, cut behind the last position that is read."""
+        """Pad the wide array with zeros, and cut it after the last position that is read."""
         amounts: list[int] = []
         for length, size, before in zip(self.reach, self.size, self.padding, strict=True):
             amounts = [before, max(0, length - size - before), *amounts]
@@ -361,7 +366,7 @@ class Convolution(Form[ConvolutionRows]):
 
     @property
     def reach(self) -> list[int]:
-        """The size of the padded array, up to the last position that is read."""
+        """Size of the padded array, up to the last position that is read."""
         return [
             (out - 1) * step + (taps - 1) * spread + 1
             for out, step, taps, spread in zip(
@@ -370,7 +375,8 @@ class Convolution(Form[ConvolutionRows]):
         ]
 
     def patches(self, wide: Tensor) -> Tensor:
-        """A view `[B, C, *kernel, *out]` of the padded array: what each tap reads at each position."""
+        """Return a view `[B, C, *kernel, *out]` of the padded array: what each tap reads at each
+        position."""
         whole = self.padded(wide)
         axes = range(2, whole.dim())
         taps = [whole.stride(axis) * self.dilation[axis - 2] for axis in axes]
@@ -379,12 +385,13 @@ class Convolution(Form[ConvolutionRows]):
         return whole.as_strided(shape, (*whole.stride()[:2], *taps, *steps))
 
     def columns(self, wide: Tensor) -> Tensor:
-        """Patches as matrices `[B, groups, C / groups * taps, T]`."""
+        """Return patches as matrices `[B, groups, C / groups * taps, T]`."""
         shape = (len(wide), self.groups, self.channels // self.groups * self.taps, self.positions)
         return self.patches(wide).reshape(shape)
 
     def unfolded(self, rows: ConvolutionRows) -> tuple[Outer, list[OuterRows]]:
-        """The convolution as a linear layer on patches, one for each group, T positions a row."""
+        """Return the convolution as a linear layer on patches, one per group, with T positions per
+        row."""
         count, groups, length = len(rows), self.groups, self.positions
         inner, outer = self.channels // groups, self.filters // groups
         linear = Outer((), "", "", inner * self.taps, outer, bias=self.bias == "narrow")
@@ -397,40 +404,40 @@ class Convolution(Form[ConvolutionRows]):
 
     @property
     def patch_values(self) -> int:
-        """The number of values that a row's patches have."""
+        """Number of values of a row's patches."""
         return self.channels * self.taps * self.positions + self.filters * self.positions
 
     @property
     def padded_values(self) -> int:
-        """The number of values that a row's padded array has."""
+        """Number of values of a row's padded array."""
         lengths = zip(self.reach, self.size, self.padding, strict=True)
         return self.channels * math.prod(max(long, size + before) for long, size, before in lengths)
 
     def outer_products(self, rows: ConvolutionRows, *, scratch: int) -> Iterator[OuterProducts]:
-        """Of each group, the narrow array times patches, some rows at a time."""
+        """Yield for each group the narrow array times patches, some rows at a time."""
         for start, stop in tiles(
             len(rows), 2 * self.patch_values, rows.wide.element_size(), scratch
         ):
             _, groups = self.unfolded(rows.take(start, stop))
             for number, group in enumerate(groups):
                 first = number * group.g.shape[1]
-                yield OuterProducts(start, group.x, group.spans, left=group.g, first=first)
+                yield OuterProducts(start, group.x, group.spans, row_factor=group.g, first=first)
 
     def count_outer_products(self, rows: ConvolutionRows) -> float:
-        """Every group has its own patches."""
+        """Return T per group, each of which has its own patches."""
         del rows
         return float(self.positions * self.groups)
 
     def bias_gradients(self, rows: ConvolutionRows) -> Tensor | None:
-        """`[B, D]` or, of a transposed convolution, `[B, C]`; None without a bias."""
+        """Return `[B, D]` or, for a transposed convolution, `[B, C]`; None without a bias."""
         return None if self.bias is None else self._sums(rows)
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Patches as of a linear layer, or the products of all pixels."""
+        """Cost of patches as of a linear layer, or of the products of all pixels."""
         return self._gram_cost(load) if compute == "gram" else self._factored_cost(load)
 
     def _factored_cost(self, load: ProductSize) -> Cost:
-        """Patches of both sides laid out, then one linear layer for each group."""
+        """Cost of building the patches of both sides, and of one linear layer for each group."""
         inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
         each = (self.channels * self.taps + self.filters) * self.positions
         fit = max(1, load.scratch // 6 // (each * VALUE))
@@ -444,7 +451,7 @@ class Convolution(Form[ConvolutionRows]):
         return cost + linear_cost(inner, outer, one) * self.groups
 
     def _gram_cost(self, load: ProductSize) -> Cost:
-        """Pixels laid out, the products of all pairs, their sums along the kernel."""
+        """Cost of copying pixels, the products of all pairs, and their sums along the kernel."""
         groups, length = self.groups, self.positions
         high, wide = gram_tile(
             self, load.n_query, load.n_train, itemsize=VALUE, scratch=load.scratch
@@ -469,7 +476,7 @@ class Convolution(Form[ConvolutionRows]):
         return cost + temporaries(4 * pixels * high * wide + 2 * each * (high + wide))
 
     def half_cost(self, load: ProductSize) -> Cost:
-        """Each query's weight as the kernel of a convolution, then one pass and a sum."""
+        """Cost of each query's weight as the kernel of a convolution, one pass and a sum."""
         results = load.n_query * load.n_train * self.filters * self.positions
         channels = self.channels // self.groups
         flops = 2.0 * results * channels * self.taps
@@ -481,7 +488,7 @@ class Convolution(Form[ConvolutionRows]):
         return cost + temporaries(2 * min(tile, results)) + calls(20 * math.ceil(results / tile))
 
     def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Patches of so many rows, times the narrow array."""
+        """Cost of the patches of these rows, times the narrow array."""
         del positions
         inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
         patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.out[-1])

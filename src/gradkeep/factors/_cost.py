@@ -10,19 +10,19 @@ from dataclasses import dataclass
 VALUE = 4
 """Bytes of a float32."""
 SCRATCH = 1 << 28
-"""Bytes of temporaries, where nobody sets a bound."""
+"""Default bytes of temporaries."""
 FLOPS = 75e9
-"""Operations a second of a large matrix product."""
+"""Operations per second of a large matrix product."""
 TOUCH, FOLD, WRITE, TURN, RUN = 1e-10, 2e-10, 4e-10, 1e-9, 7e-9
-"""Seconds for a value passed over in the cache, summed there, written to memory, copied transposed, and
-for each contiguous run of a copy made of short ones."""
+"""Seconds to read a value in the cache, to sum it there, to write it to memory, to copy it
+transposed, and per contiguous run of a copy of short runs."""
 _CALL = 3e-6
-"""Seconds for an operator on nothing."""
+"""Seconds of an operator on an empty tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductSize:
-    """How many rows meet how many, and how many positions they have on average."""
+    """Number of rows on both sides, and their mean number of positions."""
 
     n_train: int
     n_query: int
@@ -44,7 +44,7 @@ class ProductSize:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds, operations, and bytes of temporaries that live at once.
+    """Seconds, operations, and bytes of simultaneous temporaries.
 
     >>> (Cost(1.0, scratch=8) + Cost(2.0, scratch=4)).scratch
     8
@@ -66,32 +66,32 @@ class Cost:
 
 
 def matrix_product(rows: float, columns: float, inner: float) -> Cost:
-    """`[rows, inner] @ [inner, columns]`."""
+    """Cost of `[rows, inner] @ [inner, columns]`."""
     flops = 2.0 * rows * columns * inner
-    # Seconds for each value of a matrix product's operands, read from memory.
+    # 3e-10 seconds per value of the operands, read from memory.
     moved = rows * columns * WRITE + (rows + columns) * inner * 3e-10
     return Cost(flops / FLOPS + moved + _CALL, flops)
 
 
 def batched_products(count: float, rows: float, columns: float, inner: float) -> Cost:
-    """One call for `count` small matrix products; narrow results fill few lanes."""
+    """Cost of one call for `count` small matrix products; narrow results fill few lanes."""
     flops = 2.0 * count * rows * columns * inner
-    # Operations a second of many small matrix products in one call.
+    # Operations per second of many small matrix products in one call.
     rate = min(FLOPS, 1.5 * 40e9 * columns / (columns + 64))
-    # Seconds for each matrix of a batch.
+    # 5e-7 seconds per matrix of a batch.
     return Cost(flops / rate + count * (rows * columns * WRITE + 5e-7) + _CALL, flops)
 
 
 def elementwise(values: float, seconds: float) -> Cost:
-    """One pass over values that takes so long for each."""
+    """Cost of one pass over values that takes this many seconds per value."""
     return Cost(values * seconds, values)
 
 
 def calls(count: float) -> Cost:
-    """Operators that do next to nothing."""
+    """Cost of operators that do almost nothing."""
     return Cost(count * _CALL)
 
 
 def temporaries(values: float) -> Cost:
-    """Float32 values that are held at once."""
+    """Cost of float32 values that are held at once."""
     return Cost(scratch=values * VALUE)

@@ -1,4 +1,4 @@
-"""Gradients that are kept as they are, or as a sketch."""
+"""Gradients that are stored as they are, or as a sketch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 WHOLE = 512
-"""A gradient of at most so many values is one vector; curvature has its whole matrix."""
+"""A gradient of at most this many values is one vector; curvature uses its whole matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,13 +30,13 @@ class DenseRows(GradientRows):
         return len(self.values)
 
     def take(self, start: int, stop: int) -> DenseRows:
-        """A view of some rows."""
+        """Return a view of some rows."""
         return DenseRows(self.values[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(Form[DenseRows]):
-    """Anything: the gradient itself `[P]`, or a sketch of it."""
+    """The gradient itself `[P]`, or a sketch of it."""
 
     kind: ClassVar[str] = "dense"
     computes: ClassVar[tuple[Compute, ...]] = ("dense",)
@@ -46,16 +46,16 @@ class Dense(Form[DenseRows]):
     gradient: str
     size: int
     sketch: bool = False
-    """Whether the array is a random projection, whose products are estimates."""
+    """True if the array is a random projection, whose products are estimates."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays that hold the gradient."""
+        """Names of the arrays that hold the gradient."""
         return (self.gradient,)
 
     @property
     def restored_size(self) -> int:
-        """The values that are kept: P, or those of the sketch."""
+        """Number of stored values: P, or those of the sketch."""
         return self.size
 
     @property
@@ -67,29 +67,30 @@ class Dense(Form[DenseRows]):
 
     @property
     def exact(self) -> bool:
-        """Whether it is the gradient itself."""
+        """True if it is the gradient itself."""
         return not self.sketch
 
     @property
     def approximate(self) -> str | None:
-        """What is kept of a sketch."""
+        """Description of the sketch, if it is one."""
         return f"random projections of {self.size} numbers" if self.sketch else None
 
     def read(self, source: ArraySource) -> DenseRows:
-        """The rows that an array holds."""
+        """Read rows from an array."""
         return DenseRows(source.tensor(self.gradient))
 
     def tensors(self, rows: DenseRows) -> dict[str, Tensor]:
-        """The gradients by the name of their array."""
+        """Return the gradients by the name of their array."""
         return {self.gradient: rows.values}
 
     def role(self, array: str) -> ArrayRole:
-        """What the array holds."""
+        """Return what the array holds."""
         del array
         return "projection" if self.sketch else "gradient"
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
-        """Weights with the biases that follow them, vectors by themselves; small ones as one vector."""
+        """Return weights with the biases that follow them, and vectors; small gradients as one
+        vector."""
         if self.sketch or self.size <= WHOLE:
             return (WeightVector(self.size),)
         blocks: list[WeightBlock] = []
@@ -108,44 +109,44 @@ class Dense(Form[DenseRows]):
         return tuple(blocks)
 
     def restore(self, rows: DenseRows) -> Tensor:
-        """The gradients `[B, P]` themselves."""
+        """Return the gradients `[B, P]` themselves."""
         self.check_rows(rows)
         return rows.values
 
     def squared_norms(self, rows: DenseRows) -> Tensor:
-        """Squared lengths `[B]`; 2 P operations a row."""
+        """Return squared norms `[B]`; 2 P operations per row."""
         return squared_lengths(rows.values)
 
     def weighted_sum(self, rows: DenseRows, weights: Tensor) -> Tensor:
-        """Weighted sums `[K, B] @ [B, P]`."""
+        """Return weighted sums `[K, B] @ [B, P]`."""
         return weights @ rows.values
 
     def products(
         self, queries: DenseRows, train: DenseRows, compute: Compute, *, scratch: int
     ) -> Tensor:
-        """Inner products `[Q, P] @ [P, N]`; 2 P operations a pair, no temporaries."""
+        """Return inner products `[Q, P] @ [P, N]`; 2 P operations per pair, no temporaries."""
         del compute, scratch
         return pairwise(queries.values, train.values)
 
     def half(self, rows: DenseRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """Products with dense directions, `[K, P] @ [P, B]`."""
+        """Return products with dense directions, `[K, P] @ [P, B]`."""
         del scratch
         return pairwise(directions, rows.values)
 
     def same_layout(self, other: Form[Any]) -> bool:
-        """Whether both are kept whole."""
+        """Return True if both are stored whole."""
         return isinstance(other, Dense)
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """One matrix product."""
+        """Cost of one matrix product."""
         del compute
         return matrix_product(load.n_query, load.n_train, self.gradient_size)
 
     def half_cost(self, load: ProductSize) -> Cost:
-        """One matrix product."""
+        """Cost of one matrix product."""
         return self.products_cost(load, "dense")
 
     def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Nothing."""
+        """Return zero cost."""
         del rows, positions
         return Cost()

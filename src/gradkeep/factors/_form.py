@@ -1,11 +1,10 @@
-"""What every form that a gradient is kept in can do, whatever it is.
+"""Protocol of the forms that gradients are stored in.
 
-A form is a description without numbers: which arrays a layer's per-sample gradients are kept in, and
-the formula that joins them. It is written into the schema of a capture, so that the arrays can be
-understood without the model that they came from. The numbers of some samples are its rows.
+A form is a description without values: the arrays of a layer's per-sample gradients, and the formula that
+combines them. It is written into the schema of a capture, so that the arrays can be read without the model.
+The values of some samples are its rows.
 
-A form of one's own is a class with this protocol in a file of its own, and its name in
-`_FORMS` of this room.
+To add a form, implement this protocol in a module of its own, and add the class to `_FORMS` in `_registry.py`.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
     from gradkeep.factors._weights import WeightBlock
 
 Compute = Literal["factored", "gram", "half", "restored", "dense"]
-"""How products of gradients are computed from what is kept."""
+"""How products of gradients are computed from the stored factors."""
 Storage = Literal["factors", "dense", "low rank", "coordinates"]
-"""In which way a layer is kept: its factors, the gradient itself, fewer positions than it had, or a
-few coordinates in a basis."""
+"""How a layer is stored: its factors, the gradient itself, fewer positions than it had, or a few
+coordinates in a basis."""
 ArrayRole = Literal["prefix", "suffix", "gradient", "projection"]
 
 
@@ -55,12 +54,12 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """The number of values."""
+        """Number of values."""
         return math.prod(self.shape)
 
 
 class GradientRows:
-    """The numbers of B samples of one layer, in the form they are kept in: a dataclass of tensors."""
+    """Values of B samples of one layer, in their stored form: a dataclass of tensors."""
 
     __slots__ = ()
 
@@ -68,11 +67,11 @@ class GradientRows:
         raise NotImplementedError
 
     def take(self, start: int, stop: int) -> Self:
-        """A view of rows `start` to `stop`."""
+        """Return a view of rows `start` to `stop`."""
         raise NotImplementedError
 
     def widened(self) -> Self:
-        """The same rows with 32 bits a number at least."""
+        """Return the same rows with at least 32 bits per number."""
         wide = {
             name: value.widened() if isinstance(value, GradientRows) else widened(value)
             for name, value in self._arrays()
@@ -87,7 +86,7 @@ class GradientRows:
 
     @property
     def positions(self) -> float:
-        """The number of positions of all rows together; what has none counts one a row."""
+        """Number of positions of all rows together; one per row without positions."""
         return float(len(self))
 
     @property
@@ -97,7 +96,7 @@ class GradientRows:
         return sum(value.nbytes for value in values if value is not None)
 
     def _arrays(self) -> list[tuple[str, Any]]:
-        """Names and values of the arrays of numbers, without ids and offsets."""
+        """Return names and values of the arrays of numbers, without ids and offsets."""
         named = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         return [
             (name, value)
@@ -107,29 +106,29 @@ class GradientRows:
 
 
 class ArraySource(Protocol):
-    """Where the arrays of some rows come from: a batch that was read, for instance."""
+    """Source of the arrays of some rows, such as a batch from the store."""
 
     def tensor(self, name: str) -> Tensor:
-        """The values of an array, of all rows one after the other."""
+        """Return the values of an array, of all rows one after the other."""
 
     def offsets(self, name: str) -> Tensor | None:
-        """`[B + 1]` int64: where each row begins and ends; None: one entry a row."""
+        """Return `[B + 1]` int64, the start and end of each row; None for one entry per row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OuterProducts:
-    """Gradients of one weight as sums over positions t of `left_t right_t^T`, for some rows."""
+    """Gradients of one weight as sums over positions t of `row_t col_t^T`, for some rows."""
 
     start: int
-    """The first row."""
-    right: Tensor
+    """First row."""
+    col_factor: Tensor
     """`[S, C']`: the first columns of the weight."""
     spans: Spans
-    """Which positions belong to each of the rows."""
-    left: Tensor | None = None
+    """Positions of each row."""
+    row_factor: Tensor | None = None
     """`[S, R']`: rows of the weight from `first` on."""
     ids: Tensor | None = None
-    """`[S]` int64 instead of `left`: the only row of the weight that has a one."""
+    """`[S]` int64 instead of `row_factor`: the only row of the weight that is one."""
     first: int = 0
 
 
@@ -140,30 +139,30 @@ class PositionProducts:
     values: Tensor
     """`[K, S]`"""
     spans: Spans
-    """Which positions belong to each of the rows."""
+    """Positions of each row."""
 
 
 R = TypeVar("R", bound=GradientRows)
 
 
 class Form(Protocol[R]):
-    """How one layer's per-sample gradients are kept, and all that can be asked of them.
+    """Form of one layer's stored per-sample gradients, with all operations on them.
 
-    Rows go in and numbers come out, in the dtype of the rows; nothing is read or written here.
+    Methods take rows and return tensors in the dtype of the rows; nothing is read or written here.
     """
 
     kind: ClassVar[str]
-    """What the schema calls it."""
+    """Name in the schema."""
     computes: ClassVar[tuple[Compute, ...]]
-    """The ways in which its products can be computed."""
+    """Ways in which its products can be computed."""
     rows_type: ClassVar[type[Any]]
     parameters: tuple[Parameter, ...]
 
-    # What it is made of.
+    # Description.
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays that hold the rows."""
+        """Names of the arrays that hold the rows."""
 
     @property
     def gradient_size(self) -> int:
@@ -172,176 +171,191 @@ class Form(Protocol[R]):
 
     @property
     def restored_size(self) -> int:
-        """The number of values of a restored row: P, unless it is kept as a sketch."""
+        """Number of values of a restored row: P, or those of a sketch."""
 
     @property
     def restored_parameters(self) -> tuple[Parameter, ...]:
-        """What a restored row is made of: the parameters, or of a sketch the sketch itself."""
+        """Parts of a restored row: the parameters, or the sketch itself."""
         return self.parameters
 
     @property
     def exact(self) -> bool:
-        """Whether restored rows are the gradients, up to rounding."""
+        """True if restored rows are the gradients, up to rounding."""
         return True
 
     @property
     def approximate(self) -> str | None:
-        """What is kept in place of the gradient, in words; None: the gradient itself."""
+        """Description of what is stored instead of the gradient; None for the gradient itself."""
         return None
 
     @property
     def basis(self) -> str | None:
-        """The fingerprint of the basis that rows are coordinates in; None: they are gradients."""
+        """Fingerprint of the basis that rows are coordinates in; None for gradients."""
         return None
 
     @property
     def repeated_error(self) -> float:
-        """How far a row may be off, relative to its length, when it is made a second time."""
+        """Relative error of a row that is computed a second time."""
         return 0.0
 
     @property
     def whitened(self) -> bool:
-        """Whether products are those of whitened gradients: influence, not inner products."""
+        """True if products are those of whitened gradients: influence, not inner products."""
         return False
 
     @property
     def factored(self) -> bool:
-        """Whether prefixes and suffixes are kept as the layer had them."""
+        """True if prefixes and suffixes are stored unchanged."""
         return False
 
     @property
     def sparse(self) -> bool:
-        """Whether a restored row is nearly all zeros."""
+        """True if a restored row is mostly zeros."""
         return False
 
     @property
     def storage(self) -> Storage:
-        """In which way it keeps a layer."""
+        """How a layer is stored."""
         return "factors"
 
     @property
     def prefix_array(self) -> str | None:
-        """The array of the prefix, where other layers that read the same input may share it."""
+        """Array of the prefix, if layers that read the same input can share it."""
         return None
 
     @property
     def places_array(self) -> str | None:
-        """The array that says which token every kept position is, where a capture has it."""
+        """Array of the token of every stored position, if a capture has it."""
         return None
 
     def with_prefix(self, array: str) -> Self:
-        """The same with the prefix in another array."""
+        """Return the form with the prefix in another array."""
         raise AssertionError(f"{self.kind} has no prefix to share with {array}")
 
     def as_outer(self, rows: R, *, prefix: str, suffix: str) -> tuple[Outer, OuterRows] | None:
-        """The same gradients as those of one linear layer with several positions a row, if they are."""
+        """Return the gradients as those of a linear layer with several positions per row, if
+        possible."""
         del rows, prefix, suffix
         return None
 
     @property
     def fixed_positions(self) -> float:
-        """Positions of every row, where all rows have arrays of one shape."""
+        """Positions of every row, if all rows have arrays of one shape."""
         return 1.0
 
     def read(self, source: ArraySource) -> R:
-        """The rows that some arrays hold; nothing is copied."""
+        """Read rows from arrays, without copying."""
 
     def tensors(self, rows: R) -> dict[str, Tensor]:
-        """The tensors of some rows by the names of their arrays."""
+        """Return the tensors of rows by the names of their arrays."""
 
     def offsets(self, rows: R, array: str) -> Tensor | None:
-        """Where each row begins and ends in an array; None: one entry a row."""
+        """Return the start and end of each row in an array; None for one entry per row."""
         del rows, array
         return None
 
     def role(self, array: str) -> ArrayRole:
-        """What an array holds."""
+        """Return what an array holds."""
         return "suffix" if array.endswith("suffix") else "prefix"
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
-        """The matrices and vectors that a restored gradient is made of."""
+        """Return the matrices and vectors of a restored gradient."""
 
-    # The algebra.
+    # Operations.
 
     def restore(self, rows: R) -> Tensor:
-        """The gradients themselves `[B, P]`: the parameters in order, each flattened."""
+        """Return the gradients `[B, P]`: the parameters in order, each flattened."""
 
     def squared_norms(self, rows: R) -> Tensor:
-        """Squared lengths of the gradients `[B]`, the cheapest exact way."""
+        """Return squared norms of the gradients `[B]`, in the cheapest exact way."""
 
     def weighted_sum(self, rows: R, weights: Tensor) -> Tensor:
-        """Weighted sums of gradients: weights `[K, B]` -> `[K, P]`, without restoring each."""
+        """Return weighted sums of gradients, weights `[K, B]` -> `[K, P]`, without restoring
+        each."""
 
     def products(self, queries: R, train: R, compute: Compute, *, scratch: int) -> Tensor:
-        """Inner products `[Q, N]` of rows as they are kept, in a way that is neither half nor restored."""
+        """Return inner products `[Q, N]` of stored rows, for computes other than half and
+        restored."""
 
     def half(self, rows: R, directions: Tensor, *, scratch: int) -> Tensor:
-        """Products `[K, B]` with dense directions `[K, P]`, which are moved through the factors."""
+        """Return products `[K, B]` with dense directions `[K, P]`, multiplied with the factors."""
 
     def temporaries(self, rows: R) -> int:
-        """Values of the temporaries of a row while it is restored."""
+        """Return the temporary values per row while it is restored."""
         del rows
         return 0
 
-    def between(self, rows: R, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
-        """`left^T W right` `[B, G, r, c]` of a block's gradients W `[G, R, C]`.
+    def between(
+        self, rows: R, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
+    ) -> Tensor:
+        """Return L^T W R `[B, G, r, c]` of a block's gradients W `[G, R, C]`.
 
-        `left` is `[G, R, r]` and `right` `[G, C, c]`; a block without columns, a vector `[R]`, is
-        taken as `[1, R, 1]`. Here rows are restored; forms with factors move those instead.
+        L, `row_vectors`, is `[G, R, r]` and R, `col_vectors`, is `[G, C, c]`; a vector block `[R]` is treated as
+        `[1, R, 1]`. By default rows are restored; forms with factors multiply those instead.
         """
         out = rows.example.new_empty(
-            len(rows), left.shape[0], left.shape[2], right.shape[2], dtype=left.dtype
+            len(rows),
+            row_vectors.shape[0],
+            row_vectors.shape[2],
+            col_vectors.shape[2],
+            dtype=row_vectors.dtype,
         )
         for start, stop, dense in self.restored_tiles(rows, RESTORED):
-            taken = block.matrices(dense).to(left.dtype)
+            taken = block.matrices(dense).to(row_vectors.dtype)
             for group, into in enumerate(out[start:stop].unbind(1)):
-                # One large product for each side of all rows, not a small one for each row.
-                high = _flat_product(taken[:, group].mT, left[group]).mT
-                into.copy_(_flat_product(high, right[group]))
-            del dense, taken  # before the next is made
+                # One large product per side for all rows, not a small one per row.
+                high = _flat_product(taken[:, group].mT, row_vectors[group]).mT
+                into.copy_(_flat_product(high, col_vectors[group]))
+            del dense, taken  # free it before the next one
         return out
 
     def outer_products(self, rows: R, *, scratch: int) -> Iterator[OuterProducts] | None:
-        """The gradients of the first parameter as sums of outer products; None: there are none."""
+        """Return the gradients of the first parameter as sums of outer products; None if there are
+        none."""
         del rows, scratch
         return None
 
     def count_outer_products(self, rows: R) -> float:
-        """How many outer products a row is the sum of, on average."""
+        """Return the mean number of outer products per row."""
         return rows.positions / max(1, len(rows))
 
     @property
     def tabled(self) -> bool:
-        """Whether products begin with tables of the queries, which many rows at once are worth."""
+        """True if products begin with tables of the queries, which pay off for many rows at
+        once."""
         return False
 
     def chained(self, parts: Sequence[R]) -> R:
-        """Rows that follow each other, as one."""
+        """Concatenate rows."""
         if len(parts) != 1:
-            raise QueryError("rows of this form are not chained", found=self.kind)
+            raise QueryError(
+                "rows of this form cannot be concatenated",
+                code="query.not_chained",
+                found=self.kind,
+            )
         return parts[0]
 
     def bias_gradients(self, rows: R) -> Tensor | None:
-        """The gradients of the bias `[B, d]`, where `outer_products` leave it out."""
+        """Return the gradients of the bias `[B, d]`, if `outer_products` does not include it."""
         del rows
         return None
 
     def weighted_squares(self, rows: R, weights: Tensor) -> Tensor:
-        """Weighted sums of squared gradient entries: weights `[K, B]` -> `[K, P]`."""
+        """Return weighted sums of squared gradient entries, weights `[K, B]` -> `[K, P]`."""
         out = weights.new_zeros(len(weights), self.restored_size)
         for start, stop, dense in self.restored_tiles(rows, RESTORED):
             out.addmm_(weights[:, start:stop], (dense * dense).to(out.dtype))
-            del dense  # before the next is made
+            del dense  # free it before the next one
         return out
 
     def dot(self, queries: R, train: R, *, compute: Compute, scratch: int) -> Tensor:
-        """Inner products of gradients `[Q, N]`, with about `scratch` bytes of temporaries.
+        """Return inner products of gradients `[Q, N]`, with about `scratch` bytes of temporaries.
 
         - `factored`: from products of prefixes and of suffixes;
         - `gram`: for convolutions, from products of pixels;
-        - `half`: queries restored, and moved through the factors of the others;
-        - `restored`: both restored;
-        - `dense`: of gradients that are kept as they are.
+        - `half`: queries are restored, and multiplied with the factors of the others;
+        - `restored`: both are restored;
+        - `dense`: for gradients that are stored as they are.
 
         All give the same numbers up to rounding.
 
@@ -356,10 +370,11 @@ class Form(Protocol[R]):
         self.check_rows(queries, train)
         if compute not in self.computes:
             raise QueryError(
-                f"products of gradients kept as {self.kind!r} cannot be computed that way",
+                f"products of gradients stored as {self.kind!r} cannot be computed this way",
+                code="query.compute",
                 found=compute,
                 expected=f"one of {', '.join(self.computes)}",
-                fix="let the planner choose",
+                fix="Leave out compute= to let the planner choose.",
             )
         if compute not in ("half", "restored"):
             return self.products(queries, train, compute, scratch=scratch)
@@ -373,17 +388,17 @@ class Form(Protocol[R]):
             some = queries.take(start, stop)
             for first, last, dense in self.restored_tiles(some, scratch // 2):
                 directions[first:last] = dense
-                del dense  # before the next is made
+                del dense  # free it before the next one
             out[start:stop] = self.along(train, directions, scratch=scratch // 2, compute=compute)
         return out
 
     def along(
         self, rows: R, directions: Tensor, *, scratch: int, compute: Compute | None = None
     ) -> Tensor:
-        """Products of gradients with dense directions `[K, P]`, as `[K, B]`.
+        """Return products of gradients with dense directions `[K, P]`, as `[K, B]`.
 
-        `half` moves the directions through the factors, `restored` restores the rows; by default
-        whichever needs less, which is `half` for few directions or few positions.
+        `half` multiplies the directions with the factors, `restored` restores the rows; by default the cheaper one,
+        which is `half` for few directions or few positions.
         """
         self.check_rows(rows)
         if compute is None:
@@ -393,24 +408,25 @@ class Form(Protocol[R]):
         out = directions.new_empty(len(directions), len(rows))
         for start, stop, dense in self.restored_tiles(rows, scratch):
             out[:, start:stop] = pairwise(directions, dense)
-            del dense  # before the next is made
+            del dense  # free it before the next one
         return out
 
     def sketched(self, rows: R, directions: Tensor, *, scratch: int) -> Tensor:
-        """`along`, good to a hundredth of a row's length: for codes that are rounded anyway."""
+        """Compute `along` with an error of up to 1% of a row's norm, for codes that are rounded
+        anyway."""
         return self.along(rows, directions, scratch=scratch)
 
     def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
-        """What each position adds to `along`, for each use of the weight; None: it has no positions.
+        """Return what each position adds to `along`, for each use of the weight; None without positions.
 
-        The sum over a row's positions and over all uses is its product with each of the dense
-        directions `[K, P]`.
+        The sum over a row's positions and over all uses is its product with each of the dense directions `[K, P]`.
         """
         del rows, directions
         return None
 
     def restored_tiles(self, rows: R, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
-        """`(start, stop, gradients [stop - start, P])`, with about `scratch` bytes for each tile."""
+        """Yield `(start, stop, gradients [stop - start, P])`, with about `scratch` bytes per
+        tile."""
         values = self.restored_size + self.temporaries(rows)
         item = rows.example.element_size()
         for start, stop in tiles(len(rows), values, item, min(scratch, RESTORED)):
@@ -422,52 +438,55 @@ class Form(Protocol[R]):
             if not isinstance(part, self.rows_type):
                 raise QueryError(
                     f"rows do not fit the form {self.kind!r}",
+                    code="query.rows_type",
                     found=type(part).__name__,
                     expected=self.rows_type.__name__,
-                    fix="pass the form that the rows were read with",
+                    fix="Pass the form that the rows were read with.",
                 )
 
     def _half_is_less(self, rows: R, directions: int) -> bool:
-        """Whether K T products with a weight cost less than T to restore it, K after, and its bytes."""
+        """Return True if K T products with a weight cost less than restoring it from T
+        positions."""
         if self.sparse or "restored" not in self.computes:
             return True
         positions = rows.positions / max(1, len(rows))
-        # Operations that take as long as to write and read one value of a restored gradient.
+        # Writing and reading one value of a restored gradient takes as long as 50 operations.
         return directions * positions <= directions + positions + 50
 
-    # What the planner asks.
+    # For the planner.
 
     def same_layout(self, other: Form[Any]) -> bool:
-        """Whether rows of both can be multiplied, whatever their arrays are called."""
+        """Return True if rows of both can be multiplied, whatever their arrays are called."""
         return bool(self == other)
 
     def shared_prefix(self, other: Form[Any]) -> tuple[str, str] | None:
-        """What this form and that of the queries read; layers with the same can be joined."""
+        """Return the arrays that this form and the queries' read; layers with equal ones can be
+        joined."""
         del other
         return None
 
     def join(self, parts: Sequence[R]) -> R:
-        """Rows of layers that share a prefix, as those of one layer with all their outputs."""
+        """Join rows of layers that share a prefix to those of one layer with all their outputs."""
         (only,) = parts
         return only
 
     def joined(self, rows: R) -> Form[R]:
-        """The form of joined rows."""
+        """Return the form of joined rows."""
         del rows
         return self
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of `products`."""
+        """Return the cost of `products`."""
 
     def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of `half`, with the queries as directions."""
+        """Return the cost of `half`, with the queries as directions."""
 
     def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of `restore` for so many rows of so many positions."""
+        """Return the cost of `restore` for this many rows and positions."""
 
 
 def form_to_fields(form: Form[Any]) -> dict[str, Any]:
-    """The form as JSON fields.
+    """Convert the form to JSON fields.
 
     >>> from gradkeep.factors._dense import Dense
     >>> from gradkeep.factors._registry import form_from_fields
@@ -488,7 +507,7 @@ def form_to_fields(form: Form[Any]) -> dict[str, Any]:
 
 
 def form_of_kinds(fields: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> Any:
-    """The form from its JSON fields, if it is of one of these kinds."""
+    """Build a form of one of these kinds from its JSON fields."""
     if not isinstance(fields, Mapping):
         raise _arguments.argument_error(
             "fields", fields, error=QueryError, expected="a mapping from names"
@@ -496,26 +515,28 @@ def form_of_kinds(fields: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> 
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise QueryError(
-            "factors are kept in a form that this version does not know",
+            "factors are stored in a form that this version does not know",
+            code="query.unknown_form",
             found=_arguments.short_repr(kind),
             expected=f"one of {', '.join(kinds)}",
-            fix="upgrade gradkeep, or capture again",
+            fix="Upgrade gradkeep, or capture again.",
         )
     try:
         values = {
             name: _value(name, value, kinds) for name, value in fields.items() if name != "kind"
         }
-        made = kinds[kind](**values)
-        check_fields(made, QueryError)
+        form = kinds[kind](**values)
+        check_fields(form, QueryError)
     except GradkeepError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise QueryError(
-            f"the form {kind!r} of a layer is not as it is written",
+            f"the form {kind!r} of a layer is damaged",
+            code="query.damaged_form",
             found=_arguments.short_repr(dict(fields)),
-            fix="gradkeep verify STORE, or capture again",
+            fix="Run gradkeep verify STORE, or capture again.",
         ) from error
-    return made
+    return form
 
 
 def _value(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
@@ -527,14 +548,14 @@ def _value(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
 
 
 def _flat_product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """`[B, m, d] @ [d, k]`, as a single product."""
+    """Return `[B, m, d] @ [d, k]`, as a single product."""
     return (rows.reshape(-1, rows.shape[2]) @ matrix).view(len(rows), rows.shape[1], -1)
 
 
 def widened(values: Tensor) -> Tensor:
-    """Numbers of 32 bits at least: 16 are for keeping, not for computing."""
+    """Convert to at least 32 bits: 16 bits are for storage, not for computing."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 AnyForm = Form[Any]
-"""A form, whatever its rows are."""
+"""A form with any rows."""

@@ -1,8 +1,8 @@
-"""Gradients of a convolution's kernel by torch's own backward pass: of a batch, or of every row.
+"""Gradients of a convolution's kernel by torch's own backward pass, for a batch or for every row.
 
-Of every row it is one call as well: a batch of B images is one image of B groups, whose kernels'
-gradients are those of the rows. Where channels fill the processor's vectors that is little dearer
-than the gradient of the batch, and patches are never laid out.
+For every row it is one call as well: a batch of B images is one image with B groups, whose kernels' gradients
+are those of the rows. If channels fill the processor's vectors that costs little more than the gradient of
+the batch, and no patches are built.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ if TYPE_CHECKING:
 
 _LANES = 8
 _SMALL, _LARGE = 8, 160 << 10
-"""Channels below which vectors stay empty, and bytes of a kernel above which patches are as fast."""
+"""Channels below which vectors are not filled, and bytes of a kernel above which patches are as
+fast."""
 _HALF_LARGE, _MANY = 96 << 10, 16
-"""Bytes of a kernel above which that is so unless positions are so many times its taps."""
+"""Bytes of a kernel above which patches are as fast unless positions are this many times its
+taps."""
 _WRITTEN = 1 << 20
 """Bytes of kernels that one call writes: more leave the cache."""
 
 
 def kernel_gradient(form: Convolution, image: Tensor, narrow: Tensor) -> Tensor:
-    """The gradient `[D, C / groups, *kernel]` of padded images and all their narrow arrays."""
+    """Return the gradient `[D, C / groups, *kernel]` of padded images and their narrow arrays."""
     axes = len(form.size)
     return _backward(form, image, narrow, form.groups, [0] * axes)
 
 
 def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
-    """Whether kernels of all rows at once are faster than patches: by the shape alone, so that a
-    capture that is gone on with makes the same bytes.
+    """Return True if computing the kernels of all rows at once is faster than patches.
+
+    The choice depends on the shape alone, so that a resumed capture stores the same bytes.
     """
     channels, filters = form.channels, form.filters
     many = form.positions >= _MANY * form.taps
@@ -55,25 +58,25 @@ def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
 def row_gradients(form: Convolution, rows: ConvolutionRows, into: Tensor) -> None:
     """Write the kernel's gradient of each row into `[B, D * C * taps]`.
 
-    2 T D C taps operations a row.
+    2 T D C taps operations per row.
     """
-    given = zip(form.size, form.padding, form.reach, strict=True)
+    sizes = zip(form.size, form.padding, form.reach, strict=True)
     plain = all(
         size + 2 * zeros - length in range(step)
-        for (size, zeros, length), step in zip(given, form.stride, strict=True)
-    )  # torch pads both sides alike
+        for (size, zeros, length), step in zip(sizes, form.stride, strict=True)
+    )  # torch pads both sides equally
     for start, stop in tiles(len(rows), form.weight_size, 4, _WRITTEN):
         wide, narrow = rows.wide[start:stop], rows.narrow[start:stop]
         wide = wide if plain else form.padded(wide)
         count = stop - start
-        found = _backward(
+        gradients = _backward(
             form,
             wide.reshape(1, count * form.channels, *wide.shape[2:]),
             narrow.reshape(1, count * form.filters, *form.out),
             count,
             list(form.padding) if plain else [0, 0],
         )
-        into[start:stop] = found.view(count, form.weight_size)
+        into[start:stop] = gradients.view(count, form.weight_size)
 
 
 def _backward(

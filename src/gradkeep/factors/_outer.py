@@ -54,35 +54,35 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 _STEPS = 8
-"""Operators on a tile that do next to nothing: slices, views, assignments."""
+"""Operators per tile that do almost nothing: slices, views, assignments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OuterRows(GradientRows):
-    """Positions of B rows one after the other, S = sum of T_i in all."""
+    """Positions of B rows one after the other, S = sum of T_i in total."""
 
     x: Tensor
-    """Prefix `[S, d_in]`, or `[S, d_in + 1]` if the form says `ones`."""
+    """Prefix `[S, d_in]`, or `[S, d_in + 1]` if the form has `ones`."""
     g: Tensor
     """Suffix `[S, d_out]`"""
     offsets: Tensor | None = None
-    """`[B + 1]` int64 on the CPU; None: one position a row, B = S."""
+    """`[B + 1]` int64 on the CPU; None for one position per row, B = S."""
 
     def __len__(self) -> int:
         return len(self.x) if self.offsets is None else len(self.offsets) - 1
 
     @property
     def spans(self) -> Spans:
-        """Where each row's positions are."""
+        """Positions of each row."""
         return spans(self.offsets, len(self.x))
 
     @property
     def positions(self) -> float:
-        """The number of positions of all rows together."""
+        """Number of positions of all rows together."""
         return float(len(self.g))
 
     def take(self, start: int, stop: int) -> OuterRows:
-        """A view of some rows."""
+        """Return a view of some rows."""
         if self.offsets is None:
             return OuterRows(self.x[start:stop], self.g[start:stop])
         offsets = self.offsets[start : stop + 1]
@@ -91,7 +91,7 @@ class OuterRows(GradientRows):
 
     @classmethod
     def stacked(cls, parts: Sequence[OuterRows]) -> OuterRows:
-        """All rows of some parts, one after the other."""
+        """Concatenate the rows of some parts."""
         x, g = torch.cat([one.x for one in parts]), torch.cat([one.g for one in parts])
         if all(one.offsets is None for one in parts):
             return cls(x, g)
@@ -99,7 +99,7 @@ class OuterRows(GradientRows):
         return cls(x, g, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
     def at_positions(self, used: Tensor) -> OuterRows:
-        """Only the positions `[S]` that are used, of rows that have several."""
+        """Select the used positions `[S]` of rows that have several."""
         assert self.offsets is not None
         if bool(used.all()):
             return self
@@ -111,9 +111,9 @@ class OuterRows(GradientRows):
 class Outer(Form[OuterRows]):
     """Linear layers: gradient `[d_out, d_in]` = suffix `[T, d_out]`^T @ prefix `[T, d_in]`.
 
-    With `bias`, the gradient of the bias, the sum of the suffix over T, follows the weight's; it
-    is the same as a prefix with one more column of ones. `ones` says that the kept prefix has that
-    column already (a truncated SVD does not leave it constant).
+    With `bias`, the gradient of the bias, the sum of the suffix over T, follows the weight's; it equals that of a
+    prefix with one more column of ones. With `ones` the stored prefix has that column already (a truncated SVD does
+    not leave it constant).
     """
 
     kind: ClassVar[str] = "outer"
@@ -127,13 +127,13 @@ class Outer(Form[OuterRows]):
     bias: bool = False
     ones: bool = False
     transposed: bool = False
-    """Whether the weight is laid out `[d_in, d_out]`."""
+    """True if the weight is laid out `[d_in, d_out]`."""
     error: float = 0.0
-    """The largest relative error of a kept gradient, where its rank was cut."""
+    """Largest relative error of a stored gradient whose rank was cut."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays that hold the factors."""
+        """Names of the arrays that hold the factors."""
         return (self.prefix, self.suffix)
 
     @property
@@ -143,23 +143,23 @@ class Outer(Form[OuterRows]):
 
     @property
     def exact(self) -> bool:
-        """Whether no rank was cut."""
+        """True if no rank was cut."""
         return self.error == 0
 
     @property
     def approximate(self) -> str | None:
-        """What was cut."""
+        """Description of the cut, if any."""
         cut = f"gradients of cut rank, relative error at most {self.error:g}"
         return cut if self.error > 0 else None
 
     @property
     def repeated_error(self) -> float:
-        """Another cut may err as much the other way."""
+        """Relative error of recomputed rows: another cut may err in the other direction."""
         return 3 * self.error
 
     @property
     def factored(self) -> bool:
-        """Whether prefixes and suffixes are kept as the layer had them."""
+        """True if prefixes and suffixes are stored unchanged."""
         return not self.ones
 
     @property
@@ -169,41 +169,41 @@ class Outer(Form[OuterRows]):
 
     @property
     def prefix_array(self) -> str | None:
-        """The array of the prefix."""
+        """Array of the prefix."""
         return self.prefix
 
     @property
     def places_array(self) -> str | None:
-        """That of the prefix: layers that share it have the same positions."""
+        """Array of token places beside the prefix: layers that share it have the same positions."""
         return f"{self.prefix}.places"
 
     def with_prefix(self, array: str) -> Outer:
-        """The same with the prefix in another array."""
+        """Return the form with the prefix in another array."""
         return replace(self, prefix=array)
 
     def as_outer(
         self, rows: OuterRows, *, prefix: str, suffix: str
     ) -> tuple[Outer, OuterRows] | None:
-        """Itself, if its rows have several positions."""
+        """Return the form and rows themselves, if rows have several positions."""
         del prefix, suffix
         return None if rows.offsets is None else (self, rows)
 
     def read(self, source: ArraySource) -> OuterRows:
-        """The rows that some arrays hold."""
+        """Read rows from arrays."""
         prefix, suffix = source.tensor(self.prefix), source.tensor(self.suffix)
         return OuterRows(prefix, suffix, source.offsets(self.suffix))
 
     def tensors(self, rows: OuterRows) -> dict[str, Tensor]:
-        """Prefixes and suffixes by the names of their arrays."""
+        """Return prefixes and suffixes by the names of their arrays."""
         return {self.prefix: rows.x, self.suffix: rows.g}
 
     def offsets(self, rows: OuterRows, array: str) -> Tensor | None:
-        """Where each row's positions begin and end."""
+        """Return the start and end of each row's positions."""
         del array
         return rows.offsets
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
-        """One matrix `[d_out, d_in]` with the bias as its last column."""
+        """Return one matrix `[d_out, d_in]` with the bias as its last column."""
         weights = self.d_in * self.d_out
         bias = weights if self.bias else None
         width = self.d_in + self.bias
@@ -212,52 +212,56 @@ class Outer(Form[OuterRows]):
     def products(
         self, queries: OuterRows, train: OuterRows, compute: Compute, *, scratch: int
     ) -> Tensor:
-        """Inner products `[Q, N]`: sum over t, t' of `(x_t . x'_t' + bias) (g_t . g'_t')`.
+        """Return inner products `[Q, N]`: sum over t, t' of `(x_t . x'_t' + bias) (g_t . g'_t')`.
 
-        2 T T' (d_in + d_out) operations a pair, in two matrix products for all pairs of a tile.
+        2 T T' (d_in + d_out) operations per pair, in two matrix products for all pairs of a tile.
         """
         plus_one = self.bias and not self.ones
 
-        def product(left: slice, right: slice) -> Tensor:
-            inputs = pairwise(queries.x[left], train.x[right])
-            grads = pairwise(queries.g[left], train.g[right])
+        def product(ours: slice, theirs: slice) -> Tensor:
+            inputs = pairwise(queries.x[ours], train.x[theirs])
+            grads = pairwise(queries.g[ours], train.g[theirs])
             return grads.addcmul_(inputs, grads) if plus_one else grads.mul_(inputs)
 
         return sum_pairs(queries.spans, train.spans, product, like=train.x, scratch=scratch)
 
     def restore(self, rows: OuterRows) -> Tensor:
-        """Gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations a row."""
+        """Return gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations
+        per row."""
         parts = rows.spans
         out = rows.x.new_empty(len(rows), self.restored_size)
         weight, bias = self.split(out)
-        left, right = (rows.g, rows.x[:, : self.d_in])
+        row_factor, col_factor = (rows.g, rows.x[:, : self.d_in])
         if self.transposed:
-            left, right = right, left
+            row_factor, col_factor = col_factor, row_factor
         if parts.uniform == 1:
-            torch.mul(left[:, :, None], right[:, None, :], out=weight)
+            torch.mul(row_factor[:, :, None], col_factor[:, None, :], out=weight)
         else:
-            torch.bmm(pad(left, parts).transpose(1, 2), pad(right, parts), out=weight)
+            torch.bmm(pad(row_factor, parts).transpose(1, 2), pad(col_factor, parts), out=weight)
         if bias is not None:
             bias.copy_(sum_rows(self._bias_terms(rows), parts))
         return out
 
-    def between(self, rows: OuterRows, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
-        """`left^T W right` `[B, 1, r, c]` from moved factors; T (d_out r + d_in c + r c) products a row.
+    def between(
+        self, rows: OuterRows, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
+    ) -> Tensor:
+        """Return L^T W R `[B, 1, r, c]` from factors; T (d_out r + d_in c + r c) products per row.
 
-        A narrow weight, as an adapter's, is made first and then moved: that is once a row, not T times.
+        A narrow weight, as that of an adapter, is restored first and then multiplied, once per row instead of T times.
         """
-        (high, r), (wide, c) = left.shape[1:], right.shape[1:]
+        (high, r), (wide, c) = row_vectors.shape[1:], col_vectors.shape[1:]
         positions = rows.positions / max(1, len(rows))
         moved_first = positions * (high * r + wide * c + r * c)
         if positions * high * wide + r * wide * (high + c) < moved_first:
-            return Form.between(self, rows, block, left, right)
-        x = rows.x @ right[0, : rows.x.shape[1]].to(rows.x.dtype)
+            return Form.between(self, rows, block, row_vectors, col_vectors)
+        x = rows.x @ col_vectors[0, : rows.x.shape[1]].to(rows.x.dtype)
         if self.bias and not self.ones:
-            x += right[0, -1].to(x.dtype)
-        return summed_products(rows.g @ left[0].to(rows.g.dtype), x, rows.spans)
+            x += col_vectors[0, -1].to(x.dtype)
+        return summed_products(rows.g @ row_vectors[0].to(rows.g.dtype), x, rows.spans)
 
     def squared_norms(self, rows: OuterRows) -> Tensor:
-        """Squared lengths `[B]` from each row's Gram matrices, or restored where T is large."""
+        """Return squared norms `[B]` from each row's Gram matrices, or restored rows if T is
+        large."""
         parts = rows.spans
         if parts.uniform == 1:
             inputs = squared_lengths(rows.x)
@@ -278,7 +282,7 @@ class Outer(Form[OuterRows]):
         return out
 
     def weighted_sum(self, rows: OuterRows, weights: Tensor) -> Tensor:
-        """Weighted sums `[K, P]`: `(w g)^T x` over the positions of the rows with a weight.
+        """Return weighted sums `[K, P]`: `(w g)^T x` over the positions of the rows with a weight.
 
         2 S d_in d_out operations for each of K, or once if no row has a weight in two sums.
         """
@@ -300,26 +304,27 @@ class Outer(Form[OuterRows]):
         return out
 
     def weighted_squares(self, rows: OuterRows, weights: Tensor) -> Tensor:
-        """Weighted sums of squared gradients `[K, P]`; if each row has one position, of squares."""
+        """Return weighted sums of squared gradients `[K, P]`; from squares with one position per
+        row."""
         if rows.spans.uniform != 1:
             return Form.weighted_squares(self, rows, weights)
         return self.weighted_sum(OuterRows(rows.x.square(), rows.g.square()), weights)
 
     def half(self, rows: OuterRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """Products with dense directions W `[K, P]`: sum over t of `g_t . (W x_t)`, as `[K, B]`.
+        """Return products `[K, B]` with dense directions W `[K, P]`: sum over t of `g_t . (W x_t)`.
 
-        2 K T d_in d_out operations a row, and never a gradient.
+        2 K T d_in d_out operations per row, without a gradient.
         """
         parts = rows.spans
         out = rows.x.new_zeros(len(directions), len(rows))
-        left, right = (rows.g, rows.x[:, : self.d_in])
+        row_factor, col_factor = (rows.g, rows.x[:, : self.d_in])
         if self.transposed:
-            left, right = right, left
+            row_factor, col_factor = col_factor, row_factor
         terms = self._bias_terms(rows) if self.bias else None
-        values = max(1, min(scratch // 4, CACHED) // rows.x.element_size() // left.shape[1])
-        # Many positions at a time and few directions: matrix products of a good shape.
+        values = max(1, min(scratch // 4, CACHED) // rows.x.element_size() // row_factor.shape[1])
+        # Many positions and few directions at a time: fast matrix products.
         positions = max(parts.longest, min(1024, values))
-        # Weights that a bias follows are laid out anew, one half of the temporaries.
+        # Weights followed by a bias are copied, which takes half of the temporaries.
         room = scratch // 2 // (rows.x.element_size() * self.restored_size)
         kinds = max(1, min(values // positions, room))
         for first in range(0, len(directions), kinds):
@@ -327,8 +332,8 @@ class Outer(Form[OuterRows]):
             matrix = weight.reshape(-1, weight.shape[2]).t()
             for start, stop in parts.tiles(positions):
                 at = slice(parts.bounds[start], parts.bounds[stop])
-                moved = (right[at] @ matrix).view(-1, len(weight), left.shape[1])
-                summed = moved.mul_(left[at, None, :]).sum(2)
+                moved = (col_factor[at] @ matrix).view(-1, len(weight), row_factor.shape[1])
+                summed = moved.mul_(row_factor[at, None, :]).sum(2)
                 if bias is not None and terms is not None:
                     summed.addmm_(terms[at], bias.t())
                 out[first : first + kinds, start:stop] = sum_columns(
@@ -339,36 +344,36 @@ class Outer(Form[OuterRows]):
     def along_positions(
         self, rows: OuterRows, directions: Tensor
     ) -> tuple[PositionProducts, ...] | None:
-        """`g_t . (W x_t)` of every position, `[K, S]`; None where the rank was cut: they are mixed.
+        """Return `g_t . (W x_t)` of every position, `[K, S]`; None if the rank was cut, which mixes positions.
 
         2 K S d_in d_out operations, one direction at a time.
         """
         if self.error > 0:
             return None
-        left, right = (rows.g, rows.x[:, : self.d_in])
+        row_factor, col_factor = (rows.g, rows.x[:, : self.d_in])
         if self.transposed:
-            left, right = right, left
+            row_factor, col_factor = col_factor, row_factor
         weight, bias = self.split(directions)
         out = rows.x.new_empty(len(directions), len(rows.g))
         for one, into in zip(weight, out, strict=True):
-            torch.sum((right @ one.t()).mul_(left), 1, out=into)
+            torch.sum((col_factor @ one.t()).mul_(row_factor), 1, out=into)
         if bias is not None:
             out += bias @ self._bias_terms(rows).t()
         return (PositionProducts(out, rows.spans),)
 
     def split(self, dense: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Views of dense gradients `[B, P]`: the weights in their layout, and the biases `[B, d_out]`."""
+        """Return views of dense gradients `[B, P]`: the weights, and the biases `[B, d_out]`."""
         shape = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
         weight = dense[:, : self.d_in * self.d_out].view(-1, *shape)
         return weight, dense[:, self.d_in * self.d_out :] if self.bias else None
 
     def temporaries(self, rows: OuterRows) -> int:
-        """Values of the temporaries of a row while it is restored."""
+        """Return the temporary values per row while it is restored."""
         parts = rows.spans
         return self.d_out if parts.uniform is not None else parts.longest * (self.d_in + self.d_out)
 
     def _bias_terms(self, rows: OuterRows) -> Tensor:
-        """What each position adds to the gradient of the bias, `[S, d_out]`."""
+        """Return what each position adds to the gradient of the bias, `[S, d_out]`."""
         return rows.g * rows.x[:, self.d_in :] if self.ones else rows.g
 
     def _gram_norms(self, rows: OuterRows) -> Tensor:
@@ -380,48 +385,48 @@ class Outer(Form[OuterRows]):
         return inner(inputs.flatten(1), grads.flatten(1))
 
     def outer_products(self, rows: OuterRows, *, scratch: int) -> Iterator[OuterProducts]:
-        """Suffixes times prefixes, in the layout of the weight."""
+        """Yield suffixes times prefixes, in the layout of the weight."""
         del scratch
         x = rows.x[:, : self.d_in]
-        left, right = (x, rows.g) if self.transposed else (rows.g, x)
-        yield OuterProducts(0, right, rows.spans, left=left)
+        row_factor, col_factor = (x, rows.g) if self.transposed else (rows.g, x)
+        yield OuterProducts(0, col_factor, rows.spans, row_factor=row_factor)
 
     def bias_gradients(self, rows: OuterRows) -> Tensor | None:
-        """Sums of suffixes over positions `[B, d_out]`; None without a bias."""
+        """Return sums of suffixes over positions `[B, d_out]`; None without a bias."""
         return sum_rows(self._bias_terms(rows), rows.spans) if self.bias else None
 
     def with_ones(self, x: Tensor) -> Tensor:
-        """The prefix `[S, C]` with the column of ones that the bias reads."""
+        """Append the column of ones that the bias reads to the prefix `[S, C]`."""
         return torch.cat([x, x.new_ones(len(x), 1)], 1) if self.bias and not self.ones else x
 
     def same_layout(self, other: Form[Any]) -> bool:
-        """Whether both keep the same columns."""
+        """Return True if both store the same columns."""
         return isinstance(other, Outer) and (self.ones, self.bias) == (other.ones, other.bias)
 
     def shared_prefix(self, other: Form[Any]) -> tuple[str, str] | None:
-        """The prefixes of both sides, if they are as the layer had them."""
+        """Return the prefixes of both sides, if they are stored unchanged."""
         if self.ones or not isinstance(other, Outer):
             return None
         return f"{self.prefix} {self.bias}", other.prefix
 
     def join(self, parts: Sequence[OuterRows]) -> OuterRows:
-        """Layers that share a prefix as one layer with all their outputs."""
+        """Join layers that share a prefix to one layer with all their outputs."""
         first = parts[0]
         if len(parts) == 1:
             return first
         return OuterRows(first.x, torch.cat([part.g for part in parts], 1), first.offsets)
 
     def joined(self, rows: OuterRows) -> Outer:
-        """The form of joined rows: as many outputs as they have."""
+        """Return the form of joined rows, with as many outputs as they have."""
         return replace(self, d_out=rows.g.shape[1])
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Both matrix products of every tile, one pass over their product, and its sums."""
+        """Cost of both matrix products of every tile, one pass over their product, and its sums."""
         del compute
         return linear_cost(self.d_in, self.d_out, load)
 
     def half_cost(self, load: ProductSize) -> Cost:
-        """Each query's weight times every position, then one pass and a sum."""
+        """Cost of each query's weight times every position, one pass and a sum."""
         high, inner = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
         values = load.n_query * load.train_positions * high
         tile = max(min(load.scratch // 4, CACHED) // VALUE, load.t_train * high)
@@ -432,7 +437,7 @@ class Outer(Form[OuterRows]):
         return cost + calls(_STEPS * math.ceil(values / max(1.0, tile)))
 
     def restore_cost(self, rows: float, positions: float) -> Cost:
-        """One product of both factors for each row."""
+        """Cost of one product of both factors for each row."""
         if positions == 1:
             cost = elementwise(rows * self.d_in * self.d_out, WRITE)
         else:
@@ -442,26 +447,27 @@ class Outer(Form[OuterRows]):
 
 
 def linear_cost(d_in: int, d_out: int, load: ProductSize) -> Cost:
-    """Both matrix products of every tile, one pass over their product, and its sums."""
+    """Cost of both matrix products of every tile, one pass over their product, and its sums."""
     ours, theirs = load.query_positions, load.train_positions
     return matrix_product(ours, theirs, d_in + d_out) + pair_sums_cost(load)
 
 
 def pair_sums_cost(load: ProductSize) -> Cost:
-    """The elementwise product of two matrices of all positions, summed for each pair of rows."""
+    """Cost of the elementwise product of two matrices of all positions, summed for each pair of
+    rows."""
     pairs = load.query_positions * load.train_positions
     tile = max(min(load.scratch // 3, CACHED) // VALUE, load.t_query * load.t_train)
     cost = elementwise(pairs, TOUCH + WRITE) + temporaries(3 * min(tile, pairs))
     if load.t_query != 1:
         cost += elementwise(pairs, FOLD)
     if load.t_train != 1:
-        # Short sums along a row cannot use the processor's lanes.
+        # Short sums along a row do not use vector instructions.
         cost += elementwise(load.n_query * load.train_positions, TOUCH + RUN / load.t_train)
     return cost + calls(_STEPS * math.ceil(pairs / tile))
 
 
-def summed_products(left: Tensor, right: Tensor, spans: Spans) -> Tensor:
-    """Sums over each row's positions of `left_t right_t^T`: `[S, r]`, `[S, c]` -> `[B, 1, r, c]`."""
+def summed_products(row_factor: Tensor, col_factor: Tensor, spans: Spans) -> Tensor:
+    """Sum `row_t col_t^T` over each row's positions: `[S, r]`, `[S, c]` -> `[B, 1, r, c]`."""
     if spans.uniform == 1:
-        return (left.unsqueeze(2) * right.unsqueeze(1)).unsqueeze(1)
-    return torch.bmm(pad(left, spans).mT, pad(right, spans)).unsqueeze(1)
+        return (row_factor.unsqueeze(2) * col_factor.unsqueeze(1)).unsqueeze(1)
+    return torch.bmm(pad(row_factor, spans).mT, pad(col_factor, spans)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Reading of a stored gradient representation by its kind."""
+"""Read a stored form by its kind."""
 
 from __future__ import annotations
 
@@ -20,5 +20,6 @@ _KINDS = {form.kind: form for form in _FORMS}
 
 
 def form_from_fields(fields: Mapping[str, Any]) -> AnyForm:
+    """Build a form from its JSON fields."""
     form: AnyForm = form_of_kinds(fields, _KINDS)
     return form

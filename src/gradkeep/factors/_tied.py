@@ -1,4 +1,4 @@
-"""A weight used as an embedding and as a linear layer: both uses, and where they meet."""
+"""A weight used as an embedding and as a linear layer: both uses, and their cross products."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class TiedRows(GradientRows):
 
     @property
     def positions(self) -> float:
-        """The positions of the linear layer, of all rows together."""
+        """Positions of the linear layer, of all rows together."""
         return self.outer.positions
 
     def take(self, start: int, stop: int) -> TiedRows:
-        """A view of some rows."""
+        """Return a view of some rows."""
         return TiedRows(self.lookup.take(start, stop), self.outer.take(start, stop))
 
 
 @dataclass(frozen=True, slots=True)
 class Tied(Form[TiedRows]):
-    """One weight `[rows, width]` used as an embedding and as a linear layer: the uses add up.
+    """One weight `[rows, width]` used as an embedding and as a linear layer, whose gradients add up.
 
     The bias of the linear layer, if it has one, follows the weight.
     """
@@ -71,41 +71,41 @@ class Tied(Form[TiedRows]):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays that hold the factors of both uses."""
+        """Names of the arrays that hold the factors of both uses."""
         return (*self.lookup.arrays, *self.outer.arrays)
 
     @property
     def restored_size(self) -> int:
-        """P: both uses add up."""
+        """P, including the bias."""
         return self.outer.restored_size
 
     def read(self, source: ArraySource) -> TiedRows:
-        """The rows that some arrays hold."""
+        """Read rows from arrays."""
         return TiedRows(self.lookup.read(source), self.outer.read(source))
 
     def tensors(self, rows: TiedRows) -> dict[str, Tensor]:
-        """The tensors of both uses by the names of their arrays."""
+        """Return the tensors of both uses by the names of their arrays."""
         return self.lookup.tensors(rows.lookup) | self.outer.tensors(rows.outer)
 
     def offsets(self, rows: TiedRows, array: str) -> Tensor | None:
-        """Where each row's tokens, or positions, begin and end."""
+        """Return the start and end of each row's tokens, or positions."""
         if array in self.lookup.arrays:
             return rows.lookup.offsets
         return rows.outer.offsets
 
     @property
     def places_array(self) -> str | None:
-        """That of the linear layer; equal tokens of the embedding are added up."""
+        """Array of places of the linear layer; equal tokens of the embedding are summed."""
         return self.outer.places_array
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
-        """The matrix that both uses add up to."""
+        """Return the matrix that both uses add up to."""
         return self.outer.weight_blocks()
 
     def products(
         self, queries: TiedRows, train: TiedRows, compute: Compute, *, scratch: int
     ) -> Tensor:
-        """Inner products `[Q, N]`: the products of like uses and, both ways, of unlike ones."""
+        """Return inner products `[Q, N]`: those of each use, and the cross products of both."""
         out = self.lookup.products(queries.lookup, train.lookup, compute, scratch=scratch)
         out += self.outer.products(queries.outer, train.outer, compute, scratch=scratch)
         out += self.cross(queries.lookup, train.outer, scratch=scratch)
@@ -113,34 +113,38 @@ class Tied(Form[TiedRows]):
         return out
 
     def cross(self, tokens: LookupRows, uses: OuterRows, *, scratch: int) -> Tensor:
-        """Inner products of the embedding's part with the linear layer's part.
+        """Return inner products of the embedding's part with the linear layer's part.
 
-        The sum over tokens t and positions t' of `h_t'[id_t] (g_t . x_t')`, where h is the suffix of
-        the linear layer; 2 T T' width operations a pair.
+        The sum over tokens t and positions t' of `h_t'[id_t] (g_t . x_t')`, where h is the suffix of the linear layer; 2 T
+        T' width operations per pair.
         """
         x = uses.x[:, : self.outer.d_in]
 
-        def product(left: slice, right: slice) -> Tensor:
-            chosen = uses.g[right].index_select(1, tokens.ids[left])
-            return (tokens.g[left] @ x[right].t()).mul_(chosen.t())
+        def product(ours: slice, theirs: slice) -> Tensor:
+            chosen = uses.g[theirs].index_select(1, tokens.ids[ours])
+            return (tokens.g[ours] @ x[theirs].t()).mul_(chosen.t())
 
         return sum_pairs(tokens.spans, uses.spans, product, like=x, scratch=scratch)
 
     def restore(self, rows: TiedRows) -> Tensor:
-        """Gradients `[B, P]`: the sum of both uses, then the bias."""
+        """Return gradients `[B, P]`: the sum of both uses, then the bias."""
         out = self.outer.restore(rows.outer)
         out[:, : self.lookup.rows * self.lookup.width] += self.lookup.restore(rows.lookup)
         return out
 
-    def between(self, rows: TiedRows, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
-        """`left^T W right` `[B, 1, r, c]` of both uses."""
-        out = self.outer.between(rows.outer, block, left, right)
+    def between(
+        self, rows: TiedRows, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
+    ) -> Tensor:
+        """Return L^T W R `[B, 1, r, c]` of both uses."""
+        out = self.outer.between(rows.outer, block, row_vectors, col_vectors)
         return out.add_(
-            self.lookup.between(rows.lookup, block, left, right[:, : self.lookup.width])
+            self.lookup.between(
+                rows.lookup, block, row_vectors, col_vectors[:, : self.lookup.width]
+            )
         )
 
     def squared_norms(self, rows: TiedRows) -> Tensor:
-        """Squared lengths `[B]`: of each use, and twice the product of both."""
+        """Return squared norms `[B]`: of each use, and twice the product of both."""
         out = self.lookup.squared_norms(rows.lookup)
         out = out + self.outer.squared_norms(rows.outer)
         for row in range(len(rows)):
@@ -149,7 +153,7 @@ class Tied(Form[TiedRows]):
         return out
 
     def weighted_sum(self, rows: TiedRows, weights: Tensor) -> Tensor:
-        """Weighted sums `[K, P]` of both uses."""
+        """Return weighted sums `[K, P]` of both uses."""
         out = self.outer.weighted_sum(rows.outer, weights)
         out[:, : self.lookup.rows * self.lookup.width] += self.lookup.weighted_sum(
             rows.lookup, weights
@@ -157,7 +161,7 @@ class Tied(Form[TiedRows]):
         return out
 
     def half(self, rows: TiedRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """Products with dense directions `[K, P]`, of both uses."""
+        """Return products with dense directions `[K, P]`, of both uses."""
         out = self.outer.half(rows.outer, directions, scratch=scratch)
         weights = directions[:, : self.lookup.rows * self.lookup.width]
         return out.add_(self.lookup.half(rows.lookup, weights, scratch=scratch))
@@ -165,28 +169,28 @@ class Tied(Form[TiedRows]):
     def along_positions(
         self, rows: TiedRows, directions: Tensor
     ) -> tuple[PositionProducts, ...] | None:
-        """Those of the linear layer, then those of the embedding's tokens."""
+        """Return those of the linear layer, then those of the embedding's tokens."""
         outer = self.outer.along_positions(rows.outer, directions)
         weights = directions[:, : self.lookup.rows * self.lookup.width]
         lookup = self.lookup.along_positions(rows.lookup, weights)
         return None if outer is None or lookup is None else (*outer, *lookup)
 
     def temporaries(self, rows: TiedRows) -> int:
-        """Values of the temporaries of a row while it is restored: one use beside the other."""
+        """Return the temporary values per row while it is restored: both uses."""
         values = self.lookup.temporaries(rows.lookup) + self.outer.temporaries(rows.outer)
         return values + self.lookup.rows * self.lookup.width
 
     def outer_products(self, rows: TiedRows, *, scratch: int) -> Iterator[OuterProducts]:
-        """Those of both uses."""
+        """Yield the outer products of both uses."""
         yield from self.outer.outer_products(rows.outer, scratch=scratch)
         yield from self.lookup.outer_products(rows.lookup, scratch=scratch)
 
     def bias_gradients(self, rows: TiedRows) -> Tensor | None:
-        """Those of the linear layer."""
+        """Return the bias gradients of the linear layer."""
         return self.outer.bias_gradients(rows.outer)
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Both uses, and twice where they meet."""
+        """Cost of both uses, and twice of their cross products."""
         ours, theirs = load.query_positions, load.train_positions
         cross = matrix_product(ours, theirs, self.lookup.width) + pair_sums_cost(load)
         cross += elementwise(ours * theirs, TOUCH + RUN)
@@ -194,10 +198,10 @@ class Tied(Form[TiedRows]):
         return both + cross * 2
 
     def half_cost(self, load: ProductSize) -> Cost:
-        """Both uses."""
+        """Cost of both uses."""
         return self.lookup.half_cost(load) + self.outer.half_cost(load)
 
     def restore_cost(self, rows: float, positions: float) -> Cost:
-        """One use beside the other."""
+        """Cost of both uses."""
         added = elementwise(2 * rows * self.gradient_size, WRITE)
         return self.outer.restore_cost(rows, positions) + added

@@ -1,4 +1,4 @@
-"""The matrices and vectors that a dense gradient is made of."""
+"""Matrices and vectors of a dense gradient, and projections of them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightMatrix:
-    """A weight as matrices `[G, R, C]`, one for each group, its bias as their last column."""
+    """A weight as matrices `[G, R, C]`, one per group, with its bias as their last column."""
 
     groups: int
     rows: int
     cols: int
     start: int = 0
-    """Where the weight begins in the dense gradient."""
+    """Start of the weight in the dense gradient."""
     bias: int | None = None
-    """Where the bias begins."""
+    """Start of the bias; None without a bias."""
     transposed: bool = False
-    """Whether the weight is laid out `[C, R]`."""
+    """True if the weight is laid out `[C, R]`."""
 
     @property
     def size(self) -> int:
-        """The number of values."""
+        """Number of values."""
         return self.groups * self.rows * self.cols
 
     def taken(self, dense: Tensor) -> Tensor:
-        """The matrices `[B, G, R, C]` in dense gradients `[B, P]`."""
+        """Return the matrices `[B, G, R, C]` in dense gradients `[B, P]`."""
         inner = self.cols - (self.bias is not None)
         weight = dense[:, self.start : self.start + self.groups * self.rows * inner]
         if self.transposed:
@@ -48,11 +48,11 @@ class WeightMatrix:
         return torch.cat([weight, bias.reshape(-1, self.groups, self.rows, 1)], 3)
 
     def matrices(self, dense: Tensor) -> Tensor:
-        """The matrices `[B, G, R, C]` in dense gradients `[B, P]`."""
+        """Return the matrices `[B, G, R, C]` in dense gradients `[B, P]`."""
         return self.taken(dense)
 
     def put(self, values: Tensor, into: Tensor) -> None:
-        """Writes matrices `[B, G, R, C]` into dense gradients `[B, P]`."""
+        """Write matrices `[B, G, R, C]` into dense gradients `[B, P]`."""
         inner = self.cols - (self.bias is not None)
         weight = values[..., :inner]
         if self.transposed:
@@ -66,7 +66,7 @@ class WeightMatrix:
 
 @dataclass(frozen=True, slots=True)
 class WeightVector:
-    """Values that are no matrix: a norm layer's, a bias by itself, or any small block."""
+    """Values that are not a matrix: those of a norm layer, a separate bias, or any small block."""
 
     size: int
     start: int = 0
@@ -76,19 +76,19 @@ class WeightVector:
 
     @property
     def rows(self) -> int:
-        """The number of values: as a matrix it has one column."""
+        """Number of values: as a matrix it has one column."""
         return self.size
 
     def matrices(self, dense: Tensor) -> Tensor:
-        """The values as matrices `[B, 1, size, 1]`."""
+        """Return the values as matrices `[B, 1, size, 1]`."""
         return self.taken(dense)[:, None, :, None]
 
     def taken(self, dense: Tensor) -> Tensor:
-        """The values `[B, size]` in dense gradients `[B, P]`."""
+        """Return the values `[B, size]` in dense gradients `[B, P]`."""
         return dense[:, self.start : self.start + self.size]
 
     def put(self, values: Tensor, into: Tensor) -> None:
-        """Writes the values into dense gradients."""
+        """Write the values into dense gradients."""
         into[:, self.start : self.start + self.size] = values
 
 
@@ -98,43 +98,45 @@ WeightBlock = WeightMatrix | WeightVector
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockProjection:
-    """Coordinates of one block W `[G, R, C]`: chosen entries of `left^T W right`, weighed and folded.
+    """Coordinates of one block W `[G, R, C]`: chosen entries of `L^T W R`, weighed and folded.
 
-    `y_j = sum over f of weights[f, j] * (left^T W right)[chosen[f, j]]`.
+    `y_j = sum over f of weights[f, j] * (L^T W R)[chosen[f, j]]`.
     """
 
     row_vectors: Tensor
-    """`[G, R, r]`"""
+    """L `[G, R, r]`"""
     col_vectors: Tensor
-    """`[G, C, c]`"""
+    """R `[G, C, c]`"""
     weights: Tensor
     """`[folds, k]`"""
     chosen: Tensor | None = None
-    """`[folds, k]` int64, places among the G r c entries; None: all of them, in order."""
+    """`[folds, k]` int64, places among the G r c entries; None for all of them, in order."""
 
     @property
     def size(self) -> int:
-        """k, the number of coordinates."""
+        """Number of coordinates k."""
         return self.weights.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that it is made of."""
+        """Bytes of all tensors."""
         parts = (self.row_vectors, self.col_vectors, self.weights, self.chosen)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def applied(self, form: Form[GradientRows], rows: GradientRows, block: WeightBlock) -> Tensor:
-        """The coordinates `[B, k]` of some rows; products of both sides, then `folds * k` sums a row."""
-        found = form.between(rows, block, self.row_vectors, self.col_vectors).flatten(1)
+        """Return the coordinates `[B, k]` of rows; products of both sides, then `folds * k` sums
+        per row."""
+        values = form.between(rows, block, self.row_vectors, self.col_vectors).flatten(1)
         if self.chosen is not None:
-            found = found[:, self.chosen.flatten().to(found.device)]
-        weights = self.weights.to(found)
+            values = values[:, self.chosen.flatten().to(values.device)]
+        weights = self.weights.to(values)
         if len(weights) == 1:
-            return found.mul_(weights[0])
-        return torch.einsum("bfk,fk->bk", found.view(len(found), *weights.shape), weights)
+            return values.mul_(weights[0])
+        return torch.einsum("bfk,fk->bk", values.view(len(values), *weights.shape), weights)
 
     def pulled_back(self, coordinates: Tensor) -> Tensor:
-        """Matrices `[K, G, R, C]` whose product with W is that of coordinates `[K, k]` with W's own."""
+        """Return matrices `[K, G, R, C]` whose products with W are those of coordinates `[K, k]`
+        with W's."""
         groups, r, c = (
             self.row_vectors.shape[0],
             self.row_vectors.shape[2],
@@ -147,13 +149,13 @@ class BlockProjection:
         else:
             inner = each.new_zeros(len(each), groups * r * c)
             inner.index_add_(1, self.chosen.flatten().to(each.device), each)
-        left, right = self.row_vectors.to(each), self.col_vectors.to(each)
-        return left @ inner.view(-1, groups, r, c) @ right.mT
+        high, wide = self.row_vectors.to(each), self.col_vectors.to(each)
+        return high @ inner.view(-1, groups, r, c) @ wide.mT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerProjection:
-    """The coordinates of all blocks of a layer, one after the other.
+    """Coordinates of all blocks of a layer, one after the other.
 
     >>> from gradkeep.factors._outer import Outer, OuterRows
     >>> from gradkeep.factors._form import Parameter
@@ -165,11 +167,11 @@ class LayerProjection:
     """
 
     blocks: tuple[BlockProjection | None, ...]
-    """None: no coordinate of that block is kept."""
+    """None for blocks without coordinates."""
 
     @property
     def size(self) -> int:
-        """The number of coordinates."""
+        """Number of coordinates."""
         return sum(block.size for block in self.blocks if block is not None)
 
     @property
@@ -183,7 +185,8 @@ class LayerProjection:
         rows: GradientRows,
         blocks: Sequence[WeightBlock] | None = None,
     ) -> Tensor:
-        """The coordinates `[B, size]` of some rows; `blocks` are those of the form by default."""
+        """Return the coordinates `[B, size]` of some rows; `blocks` are those of the form by
+        default."""
         parts = [
             own.applied(form, rows, block)
             for own, block in zip(self.blocks, blocks or form.weight_blocks(), strict=True)
@@ -192,7 +195,7 @@ class LayerProjection:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def pulled_back(self, form: Form[GradientRows], coordinates: Tensor) -> Tensor:
-        """Dense directions `[K, P]`, whose products with gradients are those of coordinates `[K, size]`.
+        """Return dense directions `[K, P]` whose products with gradients are those of coordinates `[K, size]`.
 
         `<directions, gradient> = <coordinates, applied(gradient)>`: the transposed map.
         """
@@ -201,7 +204,7 @@ class LayerProjection:
         for own, block in zip(self.blocks, form.weight_blocks(), strict=True):
             if own is None:
                 continue
-            found = own.pulled_back(coordinates[:, at : at + own.size])
-            block.put(found.flatten(1) if isinstance(block, WeightVector) else found, out)
+            matrices = own.pulled_back(coordinates[:, at : at + own.size])
+            block.put(matrices.flatten(1) if isinstance(block, WeightVector) else matrices, out)
             at += own.size
         return out
