@@ -16,7 +16,7 @@ from gradkeep._surroundings import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import DatamodelsError, SchemaMismatchError
-from gradkeep.farm._run import Progress, progress_of, recent_rate
+from gradkeep.farm._run import Progress, count_progress, recent_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ def status(
     states = rows.states(max_attempts=max_attempts)
     rate = recent_rate(store, rows)
     running = any(state.state == "leased" for state in states)
-    progress = progress_of(states, rate=rate if running else None)
+    progress = count_progress(states, rate=rate if running else None)
     return Status(progress, tuple(states), Spec.of_schema(rows.schema, rows.num_rows))
 
 
