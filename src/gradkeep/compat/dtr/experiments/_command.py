@@ -329,10 +329,10 @@ def _eviction(where: str, command: _Command, budget: float, ratio: float | None)
     except RematError as error:
         raise add_location(error, f"{where}: heuristic: ") from error
     # Up to this budget the whole pool is scored.
-    below, room = command.no_sampling_below_ratio, ratio
-    if room is None:
-        below, room = command.no_sampling_below_budget, budget
-    tight = below is not None and room <= below
+    below, free_bytes = command.no_sampling_below_ratio, ratio
+    if free_bytes is None:
+        below, free_bytes = command.no_sampling_below_budget, budget
+    tight = below is not None and free_bytes <= below
     return {
         "heuristic": command.heuristic,
         "policy": command.policy,
