@@ -79,7 +79,7 @@ def span(found: Evaluation) -> str:
 def judged(store: Store, truth: GroundTruth, entries: Sequence[Entry]) -> Judgement:
     """All entries by their LDS on the reporting half."""
     given = {one.name: one.scores for one in entries}
-    return judge_methods(store, truth, methods=(), given=given, hybrid_of_best=False)
+    return judge_methods(store, truth, methods=(), extra_scores=given, hybrid_of_best=False)
 
 
 def table(found: Judgement, entries: Sequence[Entry]) -> list[str]:

@@ -17,7 +17,7 @@ from bench._quality_board import Bar, Entry, Section
 from bench._quality_labels import flipped
 from bench._quality_lds import World, combined, ground_truth, timed, unsureness
 from gradkeep.evaluate import hybrid, lds, sanity_check
-from gradkeep.evaluate._agreement import randomise
+from gradkeep.evaluate._agreement import randomize
 from gradkeep.evaluate._judging import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 
@@ -237,22 +237,22 @@ def by_two_seeds(truth: GroundTruth, entry: Entry) -> list[str]:
 
 def sanity(world: World, entry: Entry, truth: GroundTruth) -> list[str]:
     """Scores in another order must predict nothing; a model of random weights less than a trained one."""
-    nets = [randomise(world.setting.make(), seed=seed) for seed in range(10)]
+    nets = [randomize(world.setting.make(), seed=seed) for seed in range(10)]
     state = {
         key: torch.stack([net.state_dict()[key] for net in nets]) for key in nets[0].state_dict()
     }
     runs = world.capture("random", {0: state}, range(len(nets)))
     twin = world.ask("random weights", "kernel", runs, (0,)).scores
-    found = sanity_check(entry.scores, truth, randomised=twin)
-    assert found.randomised is not None
+    found = sanity_check(entry.scores, truth, randomized=twin)
+    assert found.randomized is not None
     shuffled = "within" if not found.shuffled.from_zero else "**NOT within**"
-    untrained = "within" if not found.randomised.from_zero else "not within"
+    untrained = "within" if not found.randomized.from_zero else "not within"
     return [
         "",
         (
             f"Sanity {'passed' if found.passed else '**FAILED**'}: *{entry.name}* with its rows shuffled "
             f"{board.span(found.shuffled)}, {shuffled} the interval of zero; the kernel of 10 models of "
-            f"random weights {board.span(found.randomised)}, {untrained} it; training adds "
+            f"random weights {board.span(found.randomized)}, {untrained} it; training adds "
             f"{found.gain.value:+.3f} [{found.gain.interval[0]:+.3f}, {found.gain.interval[1]:+.3f}]."
         ),
     ]

@@ -226,8 +226,8 @@ def calls(w: World) -> list[Call]:
             {"masks": w.masks, "outputs": w.outputs, "sizes": [10, 20], "held_out": 0.2, "seed": 0}
             | {"kind": "pearson"},
         ),
-        "datamodels.memorisation": (
-            dm.memorisation,
+        "datamodels.memorization": (
+            dm.memorization,
             {"masks": w.masks, "outputs": np.ones((40, 6), np.float32)},
         ),
         "datamodels.values": (
@@ -240,7 +240,7 @@ def calls(w: World) -> list[Call]:
         "datamodels.counterfactual": (dm.counterfactual, {**fitted, "removed": [0], "base": None}),
         "datamodels.leakage": (dm.leakage, {**fitted, "threshold": 8.0}),
         "datamodels.near_duplicates": (dm.near_duplicates, {**fitted, "threshold": 0.8}),
-        "datamodels.neighbours": (dm.neighbours, {**fitted, "count": 1}),
+        "datamodels.neighbors": (dm.neighbors, {**fitted, "count": 1}),
         "datamodels.components": (dm.components, {**fitted, "count": 1, "extremes": 1}),
         "datamodels.clusters": (dm.clusters, {**fitted, "count": 2, "near": 2, "seed": 0}),
         "datamodels.compare": (

@@ -77,7 +77,7 @@ def evaluate_calls(w, call):
                 "store": w.store,
                 "truth": truth,
                 "methods": ["dot"],
-                "given": None,
+                "extra_scores": None,
                 "checkpoints": None,
                 "run": "main",
                 "name": "main",
@@ -121,7 +121,7 @@ def evaluate_calls(w, call):
         ),
         "evaluate.sanity_check": (
             evaluate.sanity_check,
-            {"scores": w.scores, "truth": truth, "randomised": None, "level": 0.9, "seed": 0},
+            {"scores": w.scores, "truth": truth, "randomized": None, "level": 0.9, "seed": 0},
         ),
         "groups": (
             groups,

@@ -23,8 +23,8 @@ NAMES = {
     """,
     "gradkeep.datamodels": """
         Datamodels Masks Study Training by_group clusters compare components correlation
-        counterfactual data_support fit leakage learning_curve load losses margins memorisation
-        near_duplicates neighbours planted similarity top values verify_removals
+        counterfactual data_support fit leakage learning_curve load losses margins memorization
+        near_duplicates neighbors planted similarity top values verify_removals
     """,
     "gradkeep.remat": """
         BudgetPoint BudgetReport Explanation Graph Heuristic MemoryBudget Optimum Program Recorder

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from gradkeep import datamodels, errors, evaluate, query, remat, store
     from gradkeep._preview import Preview
     from gradkeep.attribution._attribute import attribute
-    from gradkeep.attribution._once import attribute_once
+    from gradkeep.attribution._attribute_once import attribute_once
     from gradkeep.attribution._question import Method, Scorer
     from gradkeep.attribution._registry import methods, register_method
     from gradkeep.attribution._scores import Scores, combine
-    from gradkeep.attribution._shown_scores import show
+    from gradkeep.attribution._show import show
     from gradkeep.attribution._suspects import suspects
     from gradkeep.attribution._text_similarity import text_similarity
     from gradkeep.attribution._tokens import attribute_tokens
@@ -73,7 +73,7 @@ _MODULES = {
     "Task": "gradkeep.capturing.tasks._tasks",
     "Weights": "gradkeep.capturing._weights",
     "attribute": "gradkeep.attribution._attribute",
-    "attribute_once": "gradkeep.attribution._once",
+    "attribute_once": "gradkeep.attribution._attribute_once",
     "attribute_tokens": "gradkeep.attribution._tokens",
     "capture": "gradkeep.capturing._capture",
     "combine": "gradkeep.attribution._scores",
@@ -90,7 +90,7 @@ _MODULES = {
     "recording": "gradkeep.capturing._recording",
     "register_layer_rule": "gradkeep.capturing.rules._rules",
     "register_method": "gradkeep.attribution._registry",
-    "show": "gradkeep.attribution._shown_scores",
+    "show": "gradkeep.attribution._show",
     "suspects": "gradkeep.attribution._suspects",
     "text_similarity": "gradkeep.attribution._text_similarity",
 }

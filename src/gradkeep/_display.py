@@ -98,6 +98,68 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
     return f"<table><thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResultTable:
+    """A result as a table: a caption, at most ten rows, and how many there are in all."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: int
+    right: frozenset[int] = frozenset()
+    """Columns aligned to the right."""
+
+    def to_text(self) -> str:
+        """Return at most 12 lines of text."""
+        lines = [self.caption]
+        if self.rows:
+            lines.append(text_table(self.columns, self.rows, right=set(self.right)))
+        return "\n".join(lines)
+
+    def to_html(self) -> str:
+        """Return an HTML table with its caption."""
+        caption = f"<p>{html.escape(self.caption)}</p>"
+        if not self.rows:
+            return caption
+        return caption + html_table(self.columns, self.rows, right=set(self.right))
+
+
+class TableDisplay:
+    """Mixin that prints a result as a short table and renders it in notebooks.
+
+    >>> class Example(TableDisplay):
+    ...     def _table(self):
+    ...         return ResultTable("1 row", ["id", "loss"], [["7", "0.5"]], 1, frozenset({0, 1}))
+    >>> Example()
+    1 row
+    id  loss
+     7   0.5
+    """
+
+    __slots__ = ()
+
+    def _table(self) -> ResultTable:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._table().to_text()
+
+    def _repr_html_(self) -> str:
+        return self._table().to_html()
+
+
+class TextDisplay:
+    """Mixin that prints `__str__` everywhere, also in notebooks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
 class ShownBlock(Protocol):
     """What is shown of a block of rows; `store.catalog.BlockFacts` has it."""
 

@@ -86,28 +86,33 @@ def test_top_and_bottom_are_ranked_by_id(world):
     ids, values = scores.bottom(1, query=3)
     assert values[0] == row.min()
     assert ids[0] == row.argmin()
-    with pytest.raises(AttributionError, match="no query with id 77"):
+    with pytest.raises(AttributionError, match="no scores of query 77"):
         scores.top(3, query=77)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code", "match"),
     [
-        ({"method": "trakk"}, "no method 'trakk'"),
-        ({"method": "dot"}, "about one checkpoint"),
-        ({"method": "dot", "checkpoint": "epoch-1"}, "no option 'checkpoint'"),
-        ({"method": "dot", "refine": "whole"}, "only the best rows are refined"),
-        ({"damp": 1.0}, "did you mean damping"),
-        ({"damping": 0.0}, "damping must be positive"),
-        ({"damping": "auto"}, "no subset models"),
-        ({"weight": "p"}, "weight must be"),
-        ({"method": "cos", "checkpoints": "epoch-1", "per_layer": True}, "not sums over layers"),
-        ({"method": "trak", "ridge": 0}, "would be noise"),
-        ({"ids": []}, "no queries"),
-        ({"queries": "holdout"}, "not captured at the same checkpoint"),
-        ({"method": "tracin", "lrs": [1.0]}, "one learning rate per checkpoint"),
+        ({"method": "trakk"}, "attribute.unknown_method", "'trakk'"),
+        ({"method": "dot"}, "attribute.several_checkpoints", "method='tracin'"),
+        ({"method": "dot", "checkpoint": "epoch-1"}, "attribute.unknown_option", "'checkpoint'"),
+        ({"method": "dot", "refine": "whole"}, "attribute.refine", "gk.query.top"),
+        ({"damp": 1.0}, "attribute.unknown_option", "Did you mean damping"),
+        ({"damping": 0.0}, "attribute.invalid", "damping must be positive"),
+        ({"damping": "auto"}, "attribute.no_subsets", "subsets="),
+        ({"weight": "p"}, "argument.invalid", "^weight must be"),
+        (
+            {"method": "cos", "checkpoints": "epoch-1", "per_layer": True},
+            "attribute.not_per_layer",
+            "cos",
+        ),
+        ({"method": "trak", "ridge": 0}, "attribute.singular", "Omit ridge"),
+        ({"ids": []}, "attribute.no_queries", "ids="),
+        ({"queries": "holdout"}, "attribute.no_captures", "split='holdout'"),
+        ({"method": "tracin", "lrs": [1.0]}, "attribute.wrong_lrs", "1 learning rates"),
     ],
 )
-def test_mistakes_are_told(world, options, words):
-    with pytest.raises(AttributionError, match=words):
+def test_mistakes_are_told(world, options, code, match):
+    with pytest.raises(AttributionError, match=match) as caught:
         gk.attribute(world[0], **options)
+    assert caught.value.code == code

@@ -109,19 +109,25 @@ def test_knn_shapley_sorts_by_distance_of_embeddings(world):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code", "match"),
     [
         (
             {"method": "similarity", "layer": "7"},
+            "attribute.missing_embeddings",
             r"embeddings of 0, 1\b.*\s.*embeddings=\['7'\]",
         ),
-        ({"method": "similarity", "name": "plain"}, "no embeddings"),
-        ({"method": "knn-shapley", "name": "plain"}, "embeddings="),
-        ({"method": "label-match", "name": "plain"}, "needs the label"),
-        ({"method": "knn-shapley", "k": 0}, "at least one neighbour"),
-        ({"method": "knn-shapley", "kk": 0}, "no option 'kk'"),
+        (
+            {"method": "similarity", "name": "plain"},
+            "attribute.missing_embeddings",
+            "no embeddings",
+        ),
+        ({"method": "knn-shapley", "name": "plain"}, "attribute.missing_embeddings", "embeddings="),
+        ({"method": "label-match", "name": "plain"}, "attribute.missing_column", "needs the label"),
+        ({"method": "knn-shapley", "k": 0}, "argument.invalid", "^k must be"),
+        ({"method": "knn-shapley", "kk": 0}, "attribute.unknown_option", "'kk'"),
     ],
 )
-def test_mistakes_are_told(world, options, words):
-    with pytest.raises(AttributionError, match=words):
+def test_mistakes_are_told(world, options, code, match):
+    with pytest.raises(AttributionError, match=match) as caught:
         gk.attribute(world[0], **options)
+    assert caught.value.code == code

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from raises import raises
 
 import gradkeep as gk
 from gradkeep.errors import AttributionError
@@ -83,5 +84,5 @@ def test_documents_that_do_not_fit_are_refused(documents):
 
 def test_no_documents_are_refused():
     scores = gk.Scores(np.ones((2, 3), np.float32), np.arange(2), np.arange(3))
-    with pytest.raises(AttributionError, match="no documents"):
+    with raises(AttributionError, "attribute.no_documents"):
         scores.by_document()

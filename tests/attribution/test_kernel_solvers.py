@@ -12,7 +12,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._row_features import KeptRows
+from gradkeep.attribution._row_features import RowStorage
 from gradkeep.curvature import _cholesky as tiled
 from gradkeep.curvature import _conjugate as products
 from gradkeep.curvature._cholesky import CholeskyFactor, Solution, summarize_solutions
@@ -228,9 +228,9 @@ def test_a_small_budget_is_kept_and_still_exact(make_world):
 def test_wrong_options_are_told(make_world):
     made = make_world(lambda: nn.Linear(4, 3), (4,), rows=10, queries=2)
     for options, words in (
-        ({"solver": "lu"}, "solver"),
-        ({"tolerance": 0.0}, "tolerance between 0 and 1"),
-        ({"dim": -1}, "projections have some numbers"),
+        ({"solver": "lu"}, "^solver must be"),
+        ({"tolerance": 0.0}, "^tolerance must be between 0 and 1"),
+        ({"dim": -1}, "^dim must be"),
     ):
         with pytest.raises(AttributionError, match=words):
             gk.attribute(made.store, **options)
@@ -268,7 +268,7 @@ def test_projections_on_disk_give_the_same_scores(make_world):
 @settings(max_examples=40, deadline=None)
 def test_kept_rows_are_read_as_they_were_written(count, dim, limit, step):
     values = torch.randn(count, dim)
-    rows = KeptRows(count, dim, limit=limit)
+    rows = RowStorage(count, dim, limit=limit)
     for start in range(0, count, step):
         rows.put(start, values[start : start + step])
     assert rows.held == (4 * count * dim <= limit)

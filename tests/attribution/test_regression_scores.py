@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -87,5 +88,5 @@ def test_scores_of_outputs_need_outputs(tmp_path):
         data = [(torch.randn(4, 3), torch.randn(4, 2))]
         gk.capture(store, model, data, task=gk.Regression(), split=split, progress=False)
     assert gk.attribute(store).shape == (4, 4)
-    with pytest.raises(AttributionError, match="target"):
+    with raises(AttributionError, "attribute.no_outputs", fix="target"):
         gk.attribute(store, target="output")

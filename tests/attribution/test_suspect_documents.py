@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -70,5 +71,5 @@ def test_a_capture_of_losses_ranks_documents_too(world):
 
 def test_summed_losses_are_refused(world):
     store, *_ = world
-    with pytest.raises(AttributionError, match="keep="):
+    with raises(AttributionError, "attribute.missing_column", fix="keep="):
         gk.suspects(store, name="small")

@@ -285,7 +285,7 @@ def test_what_products_mean_decides_what_can_be_asked(store):
         assert np.isfinite(scores.numpy()).all()
     unit = gk.attribute(store, method="ekfac", unit_norm=True).numpy()
     assert np.abs(unit).max() <= 1 + 1e-5
-    with pytest.raises(AttributionError, match="whitened when they were captured"):
+    with pytest.raises(AttributionError, match="fixed when they are captured"):
         gk.attribute(store, method="ekfac", damping=1.0)
     layered = gk.attribute(store, method="ekfac", per_layer=True)
     np.testing.assert_allclose(layered.per_layer.sum(0), layered.numpy(), rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raises import raises
 
 from gradkeep.compat.datamodels.training import initialize_store
 
@@ -134,7 +135,7 @@ def test_a_row_is_written_by_the_commands_of_both_generations(place, begin, work
 
     again = call(place, worker, *worker_flags(2, multiple=5))
     assert again.returncode == 0
-    assert "was done before" in again.stdout
+    assert "already done" in again.stdout
     assert arrays(place)["margins"][2].tolist() == [6.0, 6.0, 6.0]
     redone = call(place, worker, *worker_flags(2, "--worker.do_if_complete", multiple=5))
     assert redone.returncode == 0, redone.stderr
@@ -160,7 +161,7 @@ def test_settings_come_from_files_then_flags_then_the_environment(place):
     ("how", "words"),
     [
         ("raise", "no luck"),
-        ("exit", "ended Python"),
+        ("exit", "exited instead of returning"),
         ("empty", "missing ['margins', 'masks']"),
         ("missing", "missing ['margins']"),
         ("extra", "unknown ['more']"),
@@ -283,7 +284,7 @@ def test_a_full_disk_is_told_and_the_row_is_not_done(place, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(WriteFailedError, match="not marked as done"):
+    with raises(WriteFailedError, "compat.model_not_written"):
         folder.write(0, {"masks": np.ones(8, bool), "margins": np.zeros(3)})
     assert not folder.completed().any()
 
@@ -400,7 +401,7 @@ def test_cifar10_from_an_empty_folder_to_datamodels_by_the_compatible_commands(p
 
     again = call(place, "regression.compute_datamodels", "-C", "config.yaml", *flags)
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
 
 
 def begin_folder(place):

@@ -22,9 +22,9 @@ from gradkeep.datamodels import (
     fit,
     leakage,
     learning_curve,
-    memorisation,
+    memorization,
     near_duplicates,
-    neighbours,
+    neighbors,
     planted,
     similarity,
     top,
@@ -131,7 +131,7 @@ def test_similarity_neighbours_and_duplicates_are_cosines(seed, count):
     wanted = np.array([[cosine(a, b) for b in found.weights.T] for a in found.weights.T])
     assert np.allclose(similarity(found), wanted, atol=1e-5)
     assert np.allclose(similarity(found, found), wanted, atol=1e-5)
-    told = neighbours(found, count)
+    told = neighbors(found, count)
     for target in range(6):
         others = sorted((-similarity(found)[target, i], i) for i in range(6) if i != target)
         assert told.ids[target].tolist() == [i for _, i in others][:count]
@@ -195,10 +195,10 @@ def test_spectral_clusters_are_the_planted_groups_and_those_of_sklearn(seed):
 
 @settings(max_examples=20)
 @given(seed=SEEDS, m=st.integers(1, 60))
-def test_memorisation_is_a_difference_of_two_plain_means(seed, m):
+def test_memorization_is_a_difference_of_two_plain_means(seed, m):
     rng = np.random.default_rng(seed)
     masks, outputs = rng.random((m, 5)) < 0.5, rng.standard_normal((m, 5)) + 100
-    told = memorisation(masks, outputs)
+    told = memorization(masks, outputs)
     for i in range(5):
         seen, unseen = outputs[masks[:, i], i], outputs[~masks[:, i], i]
         if len(seen) == 0 or len(unseen) == 0:
@@ -216,10 +216,10 @@ def test_wrong_labels_lead_the_suspects():
     wrong = rng.choice(40, 6, replace=False)
     outputs = rng.normal(2, 1, (300, 40))
     outputs[:, wrong] = np.where(masks[:, wrong], 1.0, -2.0) + rng.normal(0, 1, (300, 6))
-    told = memorisation(masks, outputs)
+    told = memorization(masks, outputs)
     assert set(told.suspects[:6]) == set(wrong)
     with pytest.raises(DatamodelsError, match="40, one per training example"):
-        memorisation(masks, outputs[:, :3])
+        memorization(masks, outputs[:, :3])
 
 
 def test_comparison_finds_the_example_that_only_one_class_uses():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from autograd_reference import per_sample_gradients
+from raises import raises
 
 import gradkeep as gk
 from gradkeep.datamodels import (
@@ -325,3 +326,18 @@ def test_outputs_are_what_their_names_say():
     np.testing.assert_allclose(losses(examples)(model), -probability.log(), rtol=1e-6)
     np.testing.assert_allclose(correct(examples)(model), [1.0, 0.0])
     assert margins(examples, dtype="float16")(model).dtype == np.float16
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "AdamW", torch.optim.AdamW], ids=str)
+def test_optimizers_are_accepted_by_name_in_any_case_and_by_class(optimizer):
+    x, y = torch.eye(4), torch.tensor([0, 1, 0, 1])
+    training = Training(lambda: torch.nn.Linear(4, 2), epochs=1, optimizer=optimizer, lr=0.01)
+    assert type(training.make_optimizer([torch.zeros(2, requires_grad=True)])) is torch.optim.AdamW
+    assert "AdamW(lr=0.01)" in training.describe()
+    assert training.train_one(x, y, 0) is not None
+
+
+@pytest.mark.parametrize("optimizer", ["nothing", "Optimizers", "lr_scheduler"])
+def test_unknown_optimizers_are_refused(optimizer):
+    with raises(DatamodelsError, "datamodels.unknown_optimizer"):
+        Training(lambda: torch.nn.Linear(4, 2), optimizer=optimizer)

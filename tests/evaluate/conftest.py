@@ -7,7 +7,7 @@ import torch
 import gradkeep as gk
 from gradkeep import evaluate
 from gradkeep.datamodels import Training
-from gradkeep.evaluate._agreement import randomise
+from gradkeep.evaluate._agreement import randomize
 
 ROWS, QUERIES = 80, 12
 
@@ -38,7 +38,7 @@ def world(tmp_path_factory):
     how = recipe()
     evaluate.ground_truth(store, how, subsets=40, stacked=True, workers=0)
     model = how.training.train_one(*how.train, seed=99).eval()
-    random = randomise(model, seed=4).eval()
+    random = randomize(model, seed=4).eval()
     for split, batch in (("train", how.train), ("test", how.queries)):
         for net, run in ((model, "main"), (random, "random")):
             common = {"task": gk.Classification(), "split": split, "run": run, "progress": False}

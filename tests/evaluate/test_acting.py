@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
@@ -62,11 +63,11 @@ def test_groups_of_features_and_of_given_scores(planted):
         assert len(listed) == len({*listed.tolist()})
         helped = [group.helps for group in found.groups]
         assert helped == sorted(helped, reverse=True)
-    with pytest.raises(EvaluationError, match="not scored"):
+    with raises(EvaluationError, "evaluate.not_scored"):
         gk.groups(scores, 99)
-    with pytest.raises(EvaluationError, match="not of the training rows"):
+    with raises(EvaluationError, "evaluate.wrong_column"):
         gk.groups(scores, 3, columns={"source": ["a"]})
-    with pytest.raises(EvaluationError, match="features are a row"):
+    with raises(EvaluationError, "evaluate.wrong_features"):
         gk.groups(scores, 3, features=np.ones((3, 3)))
 
 
@@ -85,7 +86,7 @@ def test_a_removal_is_checked_against_random_rows_by_hand(planted):
     )
     assert np.isfinite(only.value)
     for bad in ([], [ROWS + 1], np.arange(ROWS)):
-        with pytest.raises(EvaluationError, match="some of those that there are"):
+        with raises(EvaluationError, "evaluate.invalid_rows"):
             evaluate.check_removal(scores, bad, how)
 
 
@@ -119,7 +120,7 @@ def test_copies_of_queries_are_leaks(planted, tmp_path):
     found = evaluate.find_leaks(gk.attribute(kept, method="cos"), above=0.9999)
     assert found.ids.tolist() == [7]
     assert "with test 5" in found.reasons[0]
-    with pytest.raises(EvaluationError, match="by cosines"):
+    with raises(EvaluationError, "evaluate.not_cosines", fix="cos"):
         evaluate.find_leaks(gk.attribute(kept, method="dot"))
 
 

@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
 from gradkeep._ranks import rank_correlation
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._agreement import randomise
+from gradkeep.evaluate._agreement import randomize
 from tests.evaluate.test_lds import planted
 
 
@@ -55,7 +56,7 @@ def test_planted_copies_are_found_or_not():
     assert again.value == 1
     constant = dataclasses.replace(found, values=np.zeros_like(values))
     assert evaluate.leakage(constant, copies).value == 0  # ties find nothing
-    with pytest.raises(EvaluationError, match="rows that were scored"):
+    with raises(EvaluationError, "evaluate.unknown_copies"):
         evaluate.leakage(found, np.full(8, 99))
 
 
@@ -67,7 +68,7 @@ def test_class_retrieval_counts_the_class_among_the_best():
     each = [(classes[rows] == c).mean() for rows, c in zip(best, own, strict=True)]
     assert told.items == pytest.approx(each)
     assert "chance 0.333" in told.provenance
-    with pytest.raises(EvaluationError, match="classes of the query rows are not known"):
+    with raises(EvaluationError, "evaluate.no_classes", fix="query_classes"):
         evaluate.class_retrieval(found)
 
 
@@ -81,13 +82,13 @@ def test_a_random_twin_shares_nothing_but_its_shape():
     model = Odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    twin = randomise(model, seed=1)
+    twin = randomize(model, seed=1)
     assert torch.equal(torch.random.get_rng_state(), state)
     for name, value in twin.state_dict().items():
         assert not torch.equal(value, before[name])
         assert torch.equal(model.state_dict()[name], before[name])
     assert torch.equal(twin.own.sort().values, model.own)
-    again = randomise(model, seed=1)
+    again = randomize(model, seed=1)
     assert all(
         torch.equal(a, b) for a, b in zip(twin.parameters(), again.parameters(), strict=True)
     )
@@ -96,9 +97,9 @@ def test_a_random_twin_shares_nothing_but_its_shape():
 def test_shuffled_scores_predict_nothing():
     right, truth = planted(subsets=200, rows=60, queries=40)
     random = dataclasses.replace(right, values=scores(3, 40, 60).values, method="random")
-    found = evaluate.sanity_check(right, truth, randomised=random)
+    found = evaluate.sanity_check(right, truth, randomized=random)
     assert found.passed
     assert not found.shuffled.from_zero
     assert not evaluate.sanity_check(random, truth).passed
-    assert not evaluate.sanity_check(right, truth, randomised=right).passed
+    assert not evaluate.sanity_check(right, truth, randomized=right).passed
     assert "sanity passed" in str(found)

@@ -146,7 +146,7 @@ def test_leaks_and_removals_by_command(inline, folder, tmp_path, script):
         assert told["change"]["rows"] == 3
     unknown = inline("check-removal", folder, "3,999", "--recipe", f"{script}:how")
     assert unknown.returncode == 2
-    assert "some of those that there are" in unknown.stderr
+    assert "unknown ids [999]" in unknown.stderr
     assert "--recipe" in inline("check-removal", folder, "3").stderr
 
 

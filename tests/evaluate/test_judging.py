@@ -1,6 +1,6 @@
 """All methods of a store on one board, and the commands that show it."""
 
-import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
@@ -36,10 +36,10 @@ def test_scores_from_elsewhere_join_the_board(world):
     truth = evaluate.load_truth(world)
     mine = gk.attribute(world, method="dot")
     found = evaluate.judge_methods(
-        world, truth, methods=["kernel"], given={"mine": mine}, hybrid_of_best=False
+        world, truth, methods=["kernel"], extra_scores={"mine": mine}, hybrid_of_best=False
     )
     assert {one.name for one in found.methods} == {"kernel", "mine"}
-    with pytest.raises(EvaluationError, match="none of the methods"):
+    with raises(EvaluationError, "evaluate.no_methods"):
         evaluate.judge_methods(world, truth, methods=["nonsense"])
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
@@ -14,7 +15,7 @@ def by_hand(mask, seed):
     how = recipe()
     rows = np.flatnonzero(mask)
     model = how.training.train_one(how.train[0][rows], how.train[1][rows], training_seed(0, seed))
-    return how.asked()(model)
+    return how.query_output()(model)
 
 
 def test_a_removal_curve_is_what_retraining_by_hand_says(world):
@@ -80,12 +81,12 @@ def test_leave_one_out_is_what_leaving_out_by_hand_says(world):
 
 def test_what_cannot_be_retrained_is_refused(world):
     scores = gk.attribute(world, method="kernel")
-    with pytest.raises(EvaluationError, match="not scored"):
+    with raises(EvaluationError, "evaluate.not_scored"):
         evaluate.removal_curve(scores, recipe(), queries=[99])
     with pytest.raises(EvaluationError, match="sizes"):
         evaluate.removal_curve(scores, recipe(), sizes=[ROWS])
     given = gk.Scores(scores.values[:, :9], scores.query_ids, np.arange(9))
-    with pytest.raises(EvaluationError, match="no store"):
+    with raises(EvaluationError, "evaluate.no_store", fix="store="):
         evaluate.removal_curve(given, recipe())
-    with pytest.raises(EvaluationError, match="the recipe trains on"):
+    with raises(EvaluationError, "evaluate.other_rows"):
         evaluate.removal_curve(given, recipe(), store=world)

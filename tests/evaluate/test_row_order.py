@@ -66,9 +66,10 @@ def test_another_order_is_refused_naming_the_first_row(truth, what):
     store, train, queries = truth
     swapped = {"training rows": (train.flip(0), queries), "queries": (train, queries.flip(0))}
     scores = scored(store, what.replace(" ", "-"), *swapped[what])
-    with pytest.raises(EvaluationError, match=f"{what} were captured in another order") as error:
+    with pytest.raises(EvaluationError, match=f"order of the {what} differs") as error:
         evaluate.lds(scores, evaluate.load_truth(store), part="all")
     assert "row 0 " in str(error.value)
+    assert error.value.code == "evaluate.other_order"
 
 
 def test_rows_that_cannot_be_compared_are_no_mismatch(truth):

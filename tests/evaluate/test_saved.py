@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
@@ -51,9 +52,9 @@ def test_another_evaluation_of_that_name_is_refused(tmp_path, found):
     found.save("labels", store=store)
     rng = np.random.default_rng(1)
     other = evaluate.label_detection(rng.standard_normal(200), rng.random(200) < 0.1)
-    with pytest.raises(EvaluationError, match="another evaluation is saved"):
+    with raises(EvaluationError, "evaluate.name_taken"):
         other.save("labels", store=store)
-    with pytest.raises(EvaluationError, match="no evaluation 'lds'"):
+    with raises(EvaluationError, "evaluate.unknown_evaluation"):
         evaluate.Evaluation.load(store, "lds")
 
 

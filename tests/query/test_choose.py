@@ -70,7 +70,7 @@ def test_every_name_stands_for_a_way_of_every_form(name):
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(QueryError, match="did you mean 'factored'"):
+    with pytest.raises(QueryError, match="Did you mean 'factored'"):
         choose_compute(FORMS[0], ProductSize(1, 1), force="factord")
 
 

@@ -5,14 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import DamagedError, QueryError
 from gradkeep.factors._dense import Dense
 from gradkeep.factors._form import Parameter, form_to_fields
-from gradkeep.query import _code_making, _small_codes
-from gradkeep.query._small_codes import AskedCoordinates, _largest
+from gradkeep.query import _build_codes, _small_codes
+from gradkeep.query._small_codes import QueryCoordinates, _largest
 
 
 def captured(tmp_path, model, shape, rows=300, queries=6, **options):
@@ -111,7 +112,7 @@ def test_long_rows_are_looked_at_though_their_codes_say_little(tmp_path):
     query = torch.cat([torch.ones(4), torch.full((36,), 0.3)])[None]
     train, test = dense_rows(tmp_path, rows, query)
     codes = gk.query.small_codes(train, bytes=8, sample=64)
-    asked = AskedCoordinates.of(test, codes, [0], smallest=False)
+    asked = QueryCoordinates.of(test, codes, [0], smallest=False)
     exact = gk.query.top(test, train, 5).ids
     by_codes = 3 * codes.nearest(codes.products(asked), 30)
     assert not torch.isin(exact, by_codes).all()
@@ -147,7 +148,7 @@ def test_nearest_are_those_of_decoded_codes(tmp_path):
     units = torch.from_numpy(levels).float() * codes.steps
     part = codes.parts.float().unsqueeze(1) / 65535
     rows = units * codes.lengths.unsqueeze(1) * part.sqrt()
-    asked = AskedCoordinates.of(test, codes, [0, 1, 2, 3, 4], smallest=False)
+    asked = QueryCoordinates.of(test, codes, [0, 1, 2, 3, 4], smallest=False)
     values = asked.along @ rows.t()
     products = codes.products(asked)
     found = codes.nearest(products, 40)
@@ -217,7 +218,7 @@ def test_rows_of_length_zero_have_codes_too(tmp_path):
         found, exact = (gk.query.top(test, train, k, codes=by) for by in (codes, None))
         assert torch.equal(found.ids, exact.ids)
     still, _ = dense_rows(tmp_path / "still", torch.zeros(9, 6), torch.zeros(1, 6))
-    with pytest.raises(QueryError, match="all gradients of the sample are zero"):
+    with raises(QueryError, "query.zero_gradients"):
         gk.query.small_codes(still)
 
 
@@ -225,15 +226,15 @@ def test_after_rows_were_appended_or_dropped_codes_are_of_the_new_version(tmp_pa
     rng = torch.Generator().manual_seed(4)
     rows = torch.randn(200, 20, generator=rng)
     train, test = dense_rows(tmp_path, rows, rows[:3] + 0.1)
-    monkeypatch.setattr(_code_making, "_TOGETHER", 1)
+    monkeypatch.setattr(_build_codes, "_TOGETHER", 1)
     encoded = []
-    real = _code_making._CodeMaking._encoded
+    real = _build_codes._CodeBuilder._encode
 
     def counted(self, some, *rest):
         encoded.append(some.stop - some.start)
         return real(self, some, *rest)
 
-    monkeypatch.setattr(_code_making._CodeMaking, "_encoded", counted)
+    monkeypatch.setattr(_build_codes._CodeBuilder, "_encode", counted)
     old = gk.query.small_codes(train, bytes=12)
     assert sum(encoded) == 200
     store = gk.open(tmp_path)
@@ -245,12 +246,12 @@ def test_after_rows_were_appended_or_dropped_codes_are_of_the_new_version(tmp_pa
         change()
         encoded.clear()
         newer = gk.gradients(store, split="train")
-        with pytest.raises(QueryError, match="codes are of other rows"):
+        with raises(QueryError, "query.codes_of_other_rows"):
             gk.query.top(test, newer, 2, codes=old)
         codes = gk.query.small_codes(newer, bytes=12)
         assert 0 < sum(encoded) <= most  # of the other segments they were known
-        fresh = _code_making._CodeMaking(newer, 12, 4096, 0)
-        made = fresh._encoded(newer.rows(range(len(newer))), fresh.directions(), None)
+        fresh = _build_codes._CodeBuilder(newer, 12, 4096, 0)
+        made = fresh._encode(newer.rows(range(len(newer))), fresh.directions(), None)
         assert np.array_equal(codes.codes, made["code"])
         exact = gk.query.top(test, newer, 5)
         found = gk.query.top(test, newer, 5, codes=codes)
@@ -269,7 +270,7 @@ def test_codes_go_with_their_capture_and_are_not_taken_for_those_of_a_new_one(tm
         store.delete(gk.store.CaptureKey("final", split))
     assert store.bases() == []
     train, test = dense_rows(tmp_path, -rows, rows[:2])
-    with pytest.raises(QueryError, match="codes are of other rows"):
+    with raises(QueryError, "query.codes_of_other_rows"):
         gk.query.top(test, train, 2, codes=old)
     codes = gk.query.small_codes(train, bytes=8)
     found = gk.query.top(test, train, 5, codes=codes)
@@ -281,10 +282,10 @@ def test_an_interrupted_call_is_gone_on_with(tmp_path, monkeypatch):
     rows = torch.randn(300, 10, generator=rng)
     train, _ = dense_rows(tmp_path / "one", rows, rows[:2])
     whole = gk.query.small_codes(train, bytes=12)
-    monkeypatch.setattr(_code_making, "_SEGMENT", 32)
-    monkeypatch.setattr(_code_making, "_TOGETHER", 3)
+    monkeypatch.setattr(_build_codes, "_SEGMENT", 32)
+    monkeypatch.setattr(_build_codes, "_TOGETHER", 3)
     train, _ = dense_rows(tmp_path / "two", rows, rows[:2])
-    real, left = _code_making._CodeMaking._encoded, [12]
+    real, left = _build_codes._CodeBuilder._encode, [12]
 
     def broken(self, *given):
         left[0] -= 1
@@ -292,7 +293,7 @@ def test_an_interrupted_call_is_gone_on_with(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(self, *given)
 
-    monkeypatch.setattr(_code_making._CodeMaking, "_encoded", broken)
+    monkeypatch.setattr(_build_codes._CodeBuilder, "_encode", broken)
     with pytest.raises(KeyboardInterrupt):
         gk.query.small_codes(train, bytes=12)
     left[0] = 13  # of 19 segments of rows at least six are not made again
@@ -316,15 +317,15 @@ def test_damaged_codes_are_not_believed(tmp_path):
 def test_codes_of_other_rows_are_refused(tmp_path):
     train, test = captured(tmp_path, *MODELS["factors"][:2], rows=20)
     codes = gk.query.small_codes(test, bytes=8)
-    with pytest.raises(QueryError, match="codes are of other rows"):
+    with raises(QueryError, "query.codes_of_other_rows"):
         gk.query.top(test, train, 2, codes=codes)
     codes = gk.query.small_codes(train, bytes=8)
-    with pytest.raises(QueryError, match="one checkpoint"):
+    with raises(QueryError, "query.codes_options"):
         gk.query.top(test, train, 2, codes=codes, refine="main")
     with pytest.raises(QueryError, match="candidates"):
         gk.query.top(test, train, 2, codes=codes, candidates=0)
     with pytest.raises(QueryError, match="bytes"):
         gk.query.small_codes(train, bytes=6)
     few = dataclasses.replace(train, forms=dict(list(train.forms.items())[:1]))
-    with pytest.raises(QueryError, match="other layers"):
+    with raises(QueryError, "query.codes_of_other_layers"):
         gk.query.top(dataclasses.replace(test, forms=few.forms), few, 2, codes=codes)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 from torch import nn
 
 import gradkeep as gk
@@ -140,15 +141,15 @@ def test_a_capture_of_the_candidates_alone_is_enough(store):
         )
     refined = gk.query.top(test, train, 2, refine="found", candidates=4)
     assert torch.equal(refined.ids, gk.query.top(test, train, 2, refine="whole", candidates=4).ids)
-    with pytest.raises(QueryError, match="lacks rows that were found"):
+    with raises(QueryError, "query.missing_candidates"):
         gk.query.top(test, train, 2, refine="found", candidates=ROWS)
 
 
 def test_what_cannot_refine_is_refused(store):
     test, train = sides(store)
-    with pytest.raises(QueryError, match="no capture"):
+    with raises(QueryError, "query.no_capture"):
         gk.query.top(test, train, 2, refine="nothing")
     with pytest.raises(QueryError, match="candidates"):
         gk.query.top(test, train, 2, refine="whole", candidates=0)
-    with pytest.raises(QueryError, match="one checkpoint"):
+    with raises(QueryError, "query.refine_checkpoints"):
         gk.query.top([test, test], [train, train], 2, refine="whole")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from raises import raises
 
 from gradkeep.compat.dtr.zoo import build, default_sizes, published_sizes, zoo
 from gradkeep.errors import RematError
@@ -134,18 +135,19 @@ def test_a_workload_is_frozen():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "words"),
+    ("name", "sizes", "code", "words"),
     [
-        ("resnet33", {}, "resnet32"),
-        ("gruu", {}, "gru_encoder"),
-        ("unet", {"length": 3}, "channels"),
-        ("unet", {"batch_size": 0}, "at least 1"),
-        ("unet", {"batch_size": "8"}, "whole number"),
-        ("unet", {"batch_size": True}, "whole number"),
-        ("unet", {"height": 1.5}, "whole number"),
-        ("transformer", {"dim": 30}, "no multiple of heads"),
+        ("resnet33", {}, "compat.unknown_model", "resnet32"),
+        ("gruu", {}, "compat.unknown_model", "gru_encoder"),
+        ("unet", {"length": 3}, "compat.unknown_size", "channels"),
+        ("unet", {"batch_size": 0}, "compat.size_too_small", "at least 1"),
+        ("unet", {"batch_size": "8"}, "argument.invalid", "batch_size must be"),
+        ("unet", {"batch_size": True}, "argument.invalid", "batch_size must be"),
+        ("unet", {"height": 1.5}, "compat.size_type", "an integer"),
+        ("transformer", {"dim": 30}, "compat.dim_and_heads", "heads=4"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, words):
-    with pytest.raises(RematError, match=words):
+def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, code, words):
+    with raises(RematError, code) as caught:
         build(name, **sizes)
+    assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""Adding up the scores of several checkpoints, in memory or on disk."""
+"""Accumulate the scores of several checkpoints, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ScoreAccumulator:
-    """Scores `[Q, N]` of C checkpoints, added up as they come, and how far those agree.
+    """Sum of the scores `[Q, N]` of C checkpoints, and their agreement.
 
-    For every query the scores of each checkpoint are centred and scaled to length one, z_c; their
-    mean correlation is r = (|sum z_c|^2 - C) / (C (C - 1)), and what their mean would correlate
-    with the mean of C others is C r / (1 + (C - 1) r), its confidence.
+    For every query the scores of each checkpoint are centered and scaled to length one, z_c; their mean
+    correlation is r = (|sum z_c|^2 - C) / (C (C - 1)), and the expected correlation of their mean with the
+    mean of C others is C r / (1 + (C - 1) r), the confidence.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ScoreAccumulator:
         several = checkpoints > 1
         self.values = zeros_on_disk_or_in_memory(shape, limit=limit // 2 if several else limit)
         self.checkpoints, self.weight = checkpoints, 1 / checkpoints if over == "mean" else 1.0
-        self._agreeing = (
+        self._unit_sums = (
             zeros_on_disk_or_in_memory(shape[-2:], limit=limit // 2) if several else None
         )
 
@@ -45,34 +45,34 @@ class ScoreAccumulator:
         """Add a checkpoint's scores `[..., b, N]` of the queries from `start` on."""
         rows = slice(start, start + scores.shape[-2])
         self.values[..., rows, :] += self.weight * scores.detach().cpu().float().numpy()
-        if self._agreeing is None:
+        if self._unit_sums is None:
             return
         whole = scores.sum(0) if scores.dim() == 3 else scores
-        centred = whole.detach().cpu().double()
-        centred = centred - centred.mean(1, keepdim=True)
-        length = centred.norm(dim=1, keepdim=True)
-        scaled = torch.where(length > 0, centred / length, torch.zeros_like(centred))
-        self._agreeing[rows] += scaled.float().numpy()
+        centered = whole.detach().cpu().double()
+        centered = centered - centered.mean(1, keepdim=True)
+        length = centered.norm(dim=1, keepdim=True)
+        scaled = torch.where(length > 0, centered / length, torch.zeros_like(centered))
+        self._unit_sums[rows] += scaled.float().numpy()
 
     def confidence(self) -> Floats | None:
-        """How much each query's scores `[Q]` would agree with those of as many other checkpoints."""
-        if self._agreeing is None:
+        """Return the expected agreement `[Q]` with the scores of as many other checkpoints."""
+        if self._unit_sums is None:
             return None
         count = self.checkpoints
-        found = np.empty(len(self._agreeing), np.float32)
-        for row, summed in enumerate(self._agreeing):
+        confidence = np.empty(len(self._unit_sums), np.float32)
+        for row, summed in enumerate(self._unit_sums):
             length = float(np.square(summed, dtype=np.float64).sum())
             r = (length - count) / (count * (count - 1))
-            found[row] = count * r / (1 + (count - 1) * r) if r > 0 else 0.0
-        return found
+            confidence[row] = count * r / (1 + (count - 1) * r) if r > 0 else 0.0
+        return confidence
 
 
 IN_MEMORY = 4 << 30
-"""Bytes of scores that are held in memory unless a budget says otherwise."""
+"""Default limit in bytes of scores in memory; larger ones are written to disk."""
 
 
 def zeros_on_disk_or_in_memory(shape: tuple[int, ...], *, limit: int = IN_MEMORY) -> Floats:
-    """Zeros in memory if they take no more than `limit` bytes, else on disk.
+    """Allocate zeros in memory if they take at most `limit` bytes, else on disk.
 
     >>> zeros_on_disk_or_in_memory((2, 3)).shape, type(zeros_on_disk_or_in_memory((2, 3), limit=1)).__name__
     ((2, 3), 'memmap')
@@ -80,7 +80,7 @@ def zeros_on_disk_or_in_memory(shape: tuple[int, ...], *, limit: int = IN_MEMORY
     size = math.prod(shape) * 4
     if size <= limit:
         return np.zeros(shape, np.float32)
-    # The file has no name: it is gone with the last array that maps it.
+    # The file has no name: it is deleted with the last array that maps it.
     with tempfile.TemporaryFile(prefix="gradkeep-scores-") as file:
         file.truncate(size)
         return np.memmap(file, np.float32, "r+", shape=shape)

@@ -1,4 +1,4 @@
-"""Which training rows made the model do that: one function for every method."""
+"""`gk.attribute`: score training rows for queries with any method."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
-from gradkeep._display import progress as short_repr
+from gradkeep._display import progress as progress_bar
 from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
-from gradkeep.attribution._question import AttributionQuestion, Method, make_question, options_for
-from gradkeep.attribution._registry import default_method, method_named
+from gradkeep.attribution._question import AttributionQuestion, Method, build_question, options_for
+from gradkeep.attribution._registry import default_method, find_method
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution._question import Scorer
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
     from gradkeep.query._planner import QueryPlan
@@ -43,26 +43,26 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 2048
-_TOLD = ("approximate", "solved")
-"""What each part tells in words."""
+_TEXT_FIELDS = ("approximate", "solved")
+"""Texts that each part returns with its scores."""
 _MOST = 256 << 20
-"""Bytes of scores in one part, which a worker holds whole."""
+"""Most bytes of scores in one part, which a worker holds in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadeScores:
-    """What a method's scores are, before it is said whose."""
+class ComputedScores:
+    """Scores of a method before their provenance is attached."""
 
     values: Floats
-    """`[Q, N]`, or `[L, Q, N]` where layers are told apart"""
+    """`[Q, N]`, or `[L, Q, N]` per layer"""
     confidence: Floats | None
     approximate: str | None
     solved: str | None = None
-    """How linear systems were solved, where there are any."""
+    """How linear systems were solved, if there are any."""
     plan: QueryPlan | None = None
 
 
-def scores_by_workers(
+def compute_scores_by_workers(
     question: AttributionQuestion,
     arguments: Mapping[str, Any],
     *,
@@ -70,11 +70,11 @@ def scores_by_workers(
     workers: int | None,
     engine: Engine | None,
     report: Callable[[int, int], None] | None,
-) -> MadeScores:
-    """The scores that `attribute` gives for these arguments, made block by block of queries.
+) -> ComputedScores:
+    """Compute the scores of `attribute` in worker processes, in blocks of queries.
 
-    A query's scores do not depend on the others that are asked, up to rounding, so blocks of queries
-    are put together as they are. Every worker prepares the method for itself.
+    A query's scores do not depend on the other queries, up to rounding, so blocks are concatenated. Every
+    worker prepares the method itself.
     """
     at = question.at()[0]
     queries, rows = len(question.positions), len(at.train_block)
@@ -86,16 +86,16 @@ def scores_by_workers(
     arrays = (
         Array("values", "float32", (*shape[:-2], size, rows)),
         Array("confidence", "float32", (size,), nan="keep"),
-        *(Array(name, "uint8", (_LONGEST,)) for name in _TOLD),
+        *(Array(name, "uint8", (_LONGEST,)) for name in _TEXT_FIELDS),
     )
     job = _ScoreJob(question.store.location, tuple(ids[block] for block in blocks), arguments, size)
 
-    def told(seen: Progress) -> None:
+    def report_progress(progress: Progress) -> None:
         if report is not None:
-            report(seen.done * size * rows, seen.total * size * rows)
+            report(progress.done * size * rows, progress.total * size * rows)
 
     try:
-        found = share_out(
+        parts = share_out(
             question.store,
             f"scores of {queries} queries",
             arrays,
@@ -103,7 +103,7 @@ def scores_by_workers(
             job,
             workers=workers,
             engine=engine,
-            progress=told,
+            progress=report_progress,
         )
     except FarmError as error:
         raise AttributionError(error.message, found=error.found, fix=error.fix) from error
@@ -112,17 +112,18 @@ def scores_by_workers(
     confidence = np.empty(queries, np.float32)
     for number, block in enumerate(blocks):
         here = slice(block.start, block.stop)
-        values[..., here, :] = found["values"][number][..., : len(block), :]
-        confidence[here] = found["confidence"][number][: len(block)]
+        values[..., here, :] = parts["values"][number][..., : len(block), :]
+        confidence[here] = parts["confidence"][number][: len(block)]
     approximate, solved = (
-        found[name][0].tobytes().rstrip(b"\0").decode("utf-8", "replace") or None for name in _TOLD
+        parts[name][0].tobytes().rstrip(b"\0").decode("utf-8", "replace") or None
+        for name in _TEXT_FIELDS
     )
-    return MadeScores(values, confidence if several else None, approximate, solved)
+    return ComputedScores(values, confidence if several else None, approximate, solved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ScoreJob:
-    """A job of the farm: the scores of blocks of queries."""
+    """Farm job that scores blocks of queries."""
 
     store: str
     blocks: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
@@ -131,36 +132,38 @@ class _ScoreJob:
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Score the queries of these blocks."""
-        return [self._scored(open_store(self.store, create=False), n) for n in numbers]
+        return [self._score_block(open_store(self.store, create=False), n) for n in numbers]
 
-    def _scored(self, store: Store, number: int) -> dict[str, Any]:
+    def _score_block(self, store: Store, number: int) -> dict[str, Any]:
         scores = attribute(store, ids=self.blocks[number], **self.arguments)
         values = scores.values if scores.per_layer is None else scores.per_layer
         missing = self.size - values.shape[-2]
         whole = np.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, missing), (0, 0)])
-        sure = np.zeros(len(values[..., 0].T)) if scores.confidence is None else scores.confidence
+        confidence = (
+            np.zeros(len(values[..., 0].T)) if scores.confidence is None else scores.confidence
+        )
         return {
             "values": whole.astype(np.float32),
-            "confidence": np.pad(np.asarray(sure, np.float32), (0, missing)),
-            **{name: _as_bytes(getattr(scores, name)) for name in _TOLD},
+            "confidence": np.pad(np.asarray(confidence, np.float32), (0, missing)),
+            **{name: _as_bytes(getattr(scores, name)) for name in _TEXT_FIELDS},
         }
 
 
 def _as_bytes(text: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A text at the beginning of an array of a fixed length."""
-    told = np.zeros(_LONGEST, np.uint8)
+    """Write a text to the beginning of an array of fixed length."""
+    encoded = np.zeros(_LONGEST, np.uint8)
     content = (text or "").encode()[:_LONGEST]
-    told[: len(content)] = np.frombuffer(content, np.uint8)
-    return told
+    encoded[: len(content)] = np.frombuffer(content, np.uint8)
+    return encoded
 
 
 _TILE = 256 << 20
-"""Bytes of scores that a method is asked for at a time."""
+"""Bytes of scores that a method computes at a time."""
 
 
 @checked(
     AttributionError,
-    store="of a model and loaders, gk.attribute_once(model, train, queries, task=...) asks without a store",
+    store="For a model and loaders, use gk.attribute_once(model, train, queries, task=...).",
 )
 def attribute(
     store: Store | str | os.PathLike[str],
@@ -173,7 +176,7 @@ def attribute(
     ids: Any = None,
     run: str | Sequence[str] = "main",
     name: str = "main",
-    compute: ComputeWish = None,
+    compute: ComputeSpec = None,
     memory_budget: float | str | None = None,
     per_layer: bool = False,
     subsets: Any = None,
@@ -185,35 +188,55 @@ def attribute(
     progress: bool = False,
     **options: Any,
 ) -> Scores:
-    """Score every training row for every query, from what was captured; nothing is run again.
+    """Score every training row for every query from captured gradients, without running the model.
 
-    Without a `method` it is the one that won for the task: `kernel`, of sequences and of whitened
-    coordinates `ekfac`.
-    `checkpoints` defaults to all at which both splits were captured, in each `run`; methods about
-    one checkpoint take the only one. `ids` picks queries, `layers` layers. `save` keeps the scores
-    in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
-    else is an option of the method: `gk.methods()` lists methods and what they need. An option
-    "auto" is chosen by the outcomes of models trained on `subsets`: the name of a set in the
-    store, (masks `[m, N]`, outputs `[m, Q]`), or a ground truth (`gk.evaluate`), of which only the
-    half for choosing is looked at. Where rows are chunks, `documents` `[N]` says which
-    document each training row is of and `query_documents` `[Q]` the same of queries: scores are
-    summed, as `Scores.by_document` does. `workers` processes, or those of an `engine`
-    (`gk.farm.engine`), score blocks of the queries; each prepares the method for itself.
+    Args:
+        store: The store, or its path.
+        method: Name of a method; `gk.methods()` lists them. By default `ekfac` for sequences and whitened
+            coordinates, else `kernel`.
+        queries: Split of the queries.
+        train: Split of the training rows.
+        checkpoints: Names of checkpoints. By default all at which both splits were captured, in each run;
+            methods for one checkpoint need exactly one.
+        layers: Use only these layers.
+        ids: Ids of the queries; all by default.
+        run: Name of the run, or of several.
+        name: Name of the captures.
+        compute: How gradients are multiplied; chosen by default.
+        memory_budget: Most memory, such as "4GiB"; larger scores are written to disk.
+        per_layer: Also return the scores of each layer.
+        subsets: Models trained on subsets, by which an option "auto" is chosen: the name of a set in the
+            store, (masks `[m, N]`, outputs `[m, Q]`), or a ground truth of `gk.evaluate`, of which only the
+            half for choosing is used.
+        documents: Document of each training row `[N]`, if rows are chunks; scores are summed as by
+            `Scores.by_document`.
+        query_documents: Document of each query `[Q]`.
+        save: Save the scores in the store under this name.
+        workers: Number of processes that score blocks of queries; each prepares the method itself.
+        engine: Engine of `gk.farm.engine` that starts the workers.
+        progress: Show progress.
+        options: Options of the method.
 
-    >>> import gradkeep as gk, tempfile, torch
-    >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
-    >>> for split, rows in (("train", 6), ("test", 2)):
-    ...     data = [(torch.randn(rows, 4), torch.arange(rows) % 3)]
-    ...     _ = gk.capture(store, model, data, task=gk.Classification(), split=split)
-    >>> gk.attribute(store).shape
-    (2, 6)
+    Returns:
+        Scores `[queries, train]`; positive helps.
+
+    Raises:
+        AttributionError: The captures do not fit the request, or scores are not finite.
+
+    Example:
+        >>> import gradkeep as gk, tempfile, torch
+        >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+        >>> for split, rows in (("train", 6), ("test", 2)):
+        ...     data = [(torch.randn(rows, 4), torch.arange(rows) % 3)]
+        ...     _ = gk.capture(store, model, data, task=gk.Classification(), split=split)
+        >>> gk.attribute(store).shape
+        (2, 6)
     """
     check_place(workers, engine, least=1)
     store = open_store(store)
-    asked = method or default_method(store, run=run, train=train, name=name)
-    chosen = method_named(asked)
-    told = options_for(chosen, options)
-    question = make_question(
+    chosen = find_method(method or default_method(store, run=run, train=train, name=name))
+    method_options = options_for(chosen, options)
+    question = build_question(
         store,
         queries=queries if chosen.about_queries else train,
         train=train,
@@ -229,23 +252,27 @@ def attribute(
     at = tuple(str(place) for place in question.checkpoints)
     if len(at) > 1 and chosen.over == "one":
         raise AttributionError(
-            f"{chosen.name} is about one checkpoint, not about {', '.join(at)}",
-            fix=f"pass checkpoints={at[-1]!r}, or method='tracin' for all of them",
+            f"{chosen.name} scores one checkpoint at a time",
+            code="attribute.several_checkpoints",
+            found=", ".join(at),
+            fix=f"Pass checkpoints={at[-1]!r}, or method='tracin' for all of them.",
         )
     if per_layer and not chosen.layered:
         raise AttributionError(
             f"the scores of {chosen.name} are not sums over layers",
-            fix="pass layers= to see what some layers say, or use dot, tracin or kernel",
+            code="attribute.not_per_layer",
+            fix="Pass layers= to score single layers, or use dot, tracin or kernel.",
         )
     if save is not None:
         check_free(store, save, method=chosen.name, checkpoints=at)
-    with short_repr(f"attribute by {chosen.name}", "scores") as report:
+    with progress_bar(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if (workers is not None or engine is not None) and chosen.about_queries:
-            if wants_choice(chosen, told):
+            if wants_choice(chosen, method_options):
                 raise AttributionError(
-                    'an option "auto" is chosen in one process',
-                    fix="choose it without workers= first, and then say what was chosen",
+                    'an option "auto" cannot be chosen by workers',
+                    code="attribute.auto_with_workers",
+                    fix="Choose it without workers= first, then pass the chosen value.",
                 )
             arguments = {
                 "method": chosen.name,
@@ -260,7 +287,7 @@ def attribute(
                 "per_layer": per_layer,
                 **options,
             }
-            made = scores_by_workers(
+            computed = compute_scores_by_workers(
                 question,
                 arguments,
                 layers=len(_layers(question.at()[0].train_block, question)),
@@ -268,17 +295,17 @@ def attribute(
                 engine=engine,
                 report=follow,
             )
-            scores = _as_scores(chosen, question, told, made)
-        elif wants_choice(chosen, told):
+            scores = _as_scores(chosen, question, method_options, computed)
+        elif wants_choice(chosen, method_options):
             scores = choose_option(
                 chosen,
                 question,
-                told,
-                lambda one: _computed(chosen, question, one, follow),
+                method_options,
+                lambda candidate: _compute_scores(chosen, question, candidate, follow),
                 subsets,
             )
         else:
-            scores = _computed(chosen, question, told, follow)
+            scores = _compute_scores(chosen, question, method_options, follow)
     if documents is not None or query_documents is not None:
         scores = scores.by_document(documents, queries=query_documents)
     if save is not None:
@@ -286,10 +313,10 @@ def attribute(
     return scores
 
 
-def _computed(
+def _compute_scores(
     chosen: Method,
     question: AttributionQuestion,
-    told: Any,
+    method_options: Any,
     report: ProgressReport | None,
 ) -> Scores:
     train = question.at()[0].train_block
@@ -311,19 +338,19 @@ def _computed(
     if report is not None:
         follow = report
         question = dataclasses.replace(question, report=lambda doing: follow(done, total, doing))
-    kept = kept_as(chosen, question)
-    pooled = None if chosen.pool is None else chosen.pool(question, told)
+    compression = describe_compression(chosen, question)
+    pooled = None if chosen.pool is None else chosen.pool(question, method_options)
     for number, at in enumerate(question.at(pooled)):
-        # The last checkpoint's factorisation goes before the next one's is made.
+        # Free the factorization of this checkpoint before computing the next one.
         scorer = None
-        scorer = chosen.prepare(at, told)
+        scorer = chosen.prepare(at, method_options)
         for start in range(0, count, step):
             part = scorer.score(start, min(start + step, count))
             if not bool(part.isfinite().all()):
                 raise AttributionError(
                     f"{chosen.name} produced non-finite scores at {at.place}",
-                    fix="look for damaged or exploded gradients: "
-                    "gk.gradients(store, split=...).norms()",
+                    code="attribute.not_finite",
+                    fix="Look for exploded gradients with gk.gradients(store, split=...).norms().",
                 )
             tally.add(start, part)
             done = (number * count + start + part.shape[-2]) * rows
@@ -331,25 +358,27 @@ def _computed(
                 report(done, total, "")
         solutions.append(scorer.solution())
     assert scorer is not None
-    approximate = "; ".join(filter(None, (scorer.approximate, kept))) or None
-    made = MadeScores(
+    approximate = "; ".join(filter(None, (scorer.approximate, compression))) or None
+    computed = ComputedScores(
         tally.values, tally.confidence(), approximate, summarize_solutions(solutions), scorer.plan()
     )
-    return _as_scores(chosen, question, told, made)
+    return _as_scores(chosen, question, method_options, computed)
 
 
 def _as_scores(
-    chosen: Method, question: AttributionQuestion, told: Any, made: MadeScores
+    chosen: Method, question: AttributionQuestion, method_options: Any, computed: ComputedScores
 ) -> Scores:
     first = question.at()[0]
     train, block = first.train_block, first.query_block
     labels = _labels(block) if chosen.about_queries else None
-    outputs = getattr(told, "target", "loss") == "output"
+    outputs = getattr(method_options, "target", "loss") == "output"
     about_output = "; about the query's output, not its loss" if outputs else ""
-    # Arrays and other large options by their type.
-    options = {part.name: getattr(told, part.name) for part in dataclasses.fields(told)}
+    # Arrays and other large options are recorded by their type.
+    options = {
+        part.name: getattr(method_options, part.name) for part in dataclasses.fields(method_options)
+    }
     return Scores(
-        values=made.values.sum(0) if question.per_layer else made.values,
+        values=computed.values.sum(0) if question.per_layer else computed.values,
         query_ids=block.ids[question.positions] if chosen.about_queries else np.zeros(1, np.int64),
         train_ids=train.ids,
         method=chosen.name,
@@ -358,35 +387,36 @@ def _as_scores(
         checkpoints=tuple(str(place) for place in question.checkpoints),
         layers=_layers(train, question),
         scale=chosen.summary + about_output,
-        exact=chosen.exact and made.approximate is None,
-        approximate=made.approximate,
+        exact=chosen.exact and computed.approximate is None,
+        approximate=computed.approximate,
         options=json.dumps(options, default=lambda value: type(value).__name__, sort_keys=True),
         query_labels=None if labels is None else labels[question.positions],
         train_labels=_labels(train),
-        confidence=made.confidence,
-        per_layer=made.values if question.per_layer else None,
+        confidence=computed.confidence,
+        per_layer=computed.values if question.per_layer else None,
         captures={
             key.folder: block.manifest.identity
             for key, block in question.opened.items()
             if chosen.about_queries or key.split == question.train
         },
-        solved=made.solved,
-        plan=made.plan,
+        solved=computed.solved,
+        plan=computed.plan,
         store=question.store,
     )
 
 
-def kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
-    """What the captures hold in place of gradients; an error if the method needs those."""
+def describe_compression(chosen: Method, question: AttributionQuestion) -> str | None:
+    """Describe the compression of the captures; raise if the method needs gradients."""
     descriptions: list[str] = []
     for block in question.opened.values():
         forms = [form_from_fields(layer.form) for layer in block.schema.layers if layer.form]
         if any(form.whitened for form in forms) and not chosen.whitened:
             raise AttributionError(
-                f"{chosen.name} needs gradients, and these captures hold whitened coordinates",
+                f"{chosen.name} needs gradients, but the captures hold whitened coordinates",
+                code="attribute.whitened",
                 found=block.schema.fingerprints.get("kept"),
-                fix="method='ekfac' is what their products are; or capture with keep='exact', or "
-                "with gk.Keep(bytes, coordinates='random') under another name=",
+                fix="Use method='ekfac', or capture with keep='exact' or gk.Keep(bytes, "
+                "coordinates='random') under another name=.",
             )
         words = dict.fromkeys(str(form.approximate) for form in forms if not form.exact)
         if words:
@@ -398,8 +428,8 @@ def _layers(block: Block, question: AttributionQuestion) -> tuple[str, ...]:
     at = question.at()[0]
     if not any(layer.form for layer in block.schema.layers):
         return ()
-    kept: GradientOf = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
-    return tuple(at.train(kept).forms)
+    of: GradientOf = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
+    return tuple(at.train(of).forms)
 
 
 def _labels(block: Block) -> Any:

@@ -1,14 +1,14 @@
-"""How many labels are wrong, and which: probabilities of classes held against the labels given.
+"""Estimate how many labels are wrong, and which, from class probabilities.
 
-A label y is taken to be drawn from T[t, .] when t is the true class, whatever the row looks like
-otherwise (class-conditional noise), and the true class from r(x), the probabilities p(x) of a model,
-sharpened or softened. T and the sharpening are fitted together to the labels:
+A label y is modeled as drawn from T[t, .] if t is the true class, independent of the row otherwise
+(class-conditional noise), and the true class from r(x), the probabilities p(x) of a model, sharpened or
+softened. T and the sharpening are fitted together to the labels:
 
-    maximise sum_n log (r(x_n) T)[y_n]        P(wrong) = 1 - r(x_n)[y_n] T[y_n, y_n] / (r(x_n) T)[y_n]
+    maximize sum_n log (r(x_n) T)[y_n]        P(wrong) = 1 - r(x_n)[y_n] T[y_n, y_n] / (r(x_n) T)[y_n]
 
-What makes wrong labels visible is that they also stand where the model gives them next to nothing.
-Noise and honest doubt cannot be told apart to the last row, so each answer is made in several ways
-that lean to one side or the other, and its interval spans them.
+Wrong labels are visible because they also occur where the model gives them almost no probability. Noise
+and honest doubt cannot be separated for every row, so each estimate is made by several fits that are
+biased to one side or the other, and its interval spans them.
 """
 
 from __future__ import annotations
@@ -23,32 +23,37 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._arguments import number
+from gradkeep._display import TextDisplay
 from gradkeep.errors import AttributionError
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 NoisePattern = Literal["any class", "certain classes"]
-"""Whether flips go to all classes alike, or from some classes to certain others."""
+"""Flips to all classes alike, or from some classes to certain others."""
 
 _CONFIDENT, _SUREST = 0.3, 0.15
-"""Shares of a class's rows, the surest first, that flips are counted in: for the upper and lower end."""
+"""Shares of a class's most confident rows in which flips are counted, for the upper and lower end."""
 _WEAK, _WEAKEST = 0.6, 0.5
-"""Shares of labels that a model must agree with: below the first it is not asked where flips go, below
-the second nothing is promised from below."""
+"""Agreement of the model with the labels below which flips per class are not fitted, and below which the
+lower end is zero.
+"""
 _Z = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class SuspicionThreshold:
-    """Rows that are wrong at least so probably, and how many of them are expected to be."""
+    """Rows that are wrong with at least some probability.
+
+    Attributes:
+        wrong: Smallest probability of a flagged row.
+        rows: Number of flagged rows.
+        precision: Expected share of wrong labels among them.
+        interval: 95% interval of that share.
+    """
 
     wrong: float
-    """The least probability of a flagged row."""
     rows: int
-    """How many rows that are."""
     precision: float
-    """The expected share of wrong labels among them."""
     interval: tuple[float, float]
-    """Where that share lies, at 95 %."""
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -58,30 +63,46 @@ class SuspicionThreshold:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LabelNoise:
-    """What probabilities tell about the labels of N rows of C classes."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LabelNoise(TextDisplay):
+    """Estimated label noise of N rows of C classes.
+
+    Attributes:
+        rate: Expected share of wrong labels.
+        rate_interval: Its 95% interval; without an upper bound for rows that the model was trained on.
+        wrong: Probability `[N]` that a row's label is wrong, in the order of the suspects.
+        confusion: Expected number of rows `[C, C]` by label (first) and true class (second).
+        pattern: Kind of the noise.
+        held_out: True if no model had seen the labels that it judged.
+        least: `wrong` `[N]` of the fits that explain most by doubt.
+        most: `wrong` `[N]` of the fits that explain most by noise.
+    """
 
     rate: float
-    """The expected share of wrong labels."""
     rate_interval: tuple[float, float]
-    """Where it lies, at 95 %; with rows that the model was trained on, nothing bounds it above."""
     wrong: AnyArray
-    """`[N]`: the probability that a row's label is wrong, in the order of the suspects"""
     confusion: AnyArray
-    """`[C, C]`: how many rows with a label (first) are expected to be of a class (second)"""
     pattern: NoisePattern
     held_out: bool
-    """Whether no model had seen the labels that it judged."""
     least: AnyArray
-    """`[N]`: `wrong` as those ways have it that take most of it for doubt"""
     most: AnyArray
-    """`[N]`: `wrong` as those ways have it that take most of it for noise"""
+
+    def __str__(self) -> str:
+        low, high = self.rate_interval
+        source = "out-of-fold probabilities" if self.held_out else "a model trained on the rows"
+        return (
+            f"label noise {self.rate:.1%} [{low:.1%}, {high:.1%}] of {len(self.wrong)} rows, flips to "
+            f"{self.pattern}; from {source}"
+        )
 
     def threshold(self, precision: float = 0.8) -> SuspicionThreshold | None:
-        """The longest list, the most suspicious first, with at least that precision expected.
+        """Return the longest list of most suspicious rows with at least this expected precision.
 
-        None if even the most suspicious row is not wrong that probably.
+        Args:
+            precision: Expected share of wrong labels.
+
+        Returns:
+            The list, or None if even the most suspicious row is too likely right.
         """
         precision = number("precision", precision, error=AttributionError, above=0, most=1)
         order = np.argsort(-self.wrong, kind="stable")
@@ -100,47 +121,45 @@ class LabelNoise:
         )
 
     def take(self, order: AnyArray) -> LabelNoise:
-        """The same for the rows in another order."""
+        """Return the estimates for the rows in another order."""
         parts = {name: getattr(self, name)[order] for name in ("wrong", "least", "most")}
         return dataclasses.replace(self, **parts)
 
 
 def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNoise | None:
-    """Estimate which labels are wrong; None of too few rows to tell.
+    """Estimate which labels are wrong; None for fewer than 100 rows or 2 classes.
 
-    `probabilities [N, C]` of a model for each row, and its `labels [N]`. With `held_out` no model had
-    seen the row's label (out-of-fold predictions); else it was trained on it, and what it learnt by
-    heart is not seen to be wrong: the estimates are then lower ends. Cost: a few hundred passes over
-    at most 20,000 rows of C x C products.
+    `probabilities [N, C]` of a model for each row, and its `labels [N]`. With `held_out` no model had seen
+    the row's label (out-of-fold predictions); otherwise memorized labels look right, and the estimates are
+    lower bounds. Cost: a few hundred passes over at most 20,000 rows of C x C products.
     """
-    given = checked_probabilities(probabilities)
-    y = checked_labels(labels, *given.shape)
-    rows, classes = given.shape
+    p = validate_probabilities(probabilities)
+    y = validate_labels(labels, *p.shape)
+    rows, classes = p.shape
     if rows < 100 or classes < 2 or len(np.unique(y)) < 2:
         return None
-    # Rows that the fits look at.
-    some = np.random.default_rng(0).permutation(rows)[:20_000]
-    logs, targets = _logs(given), torch.from_numpy(y)
-    agreed = float((given.argmax(1) == y).mean())
-    even = _Fit(classes, "even").fitted(logs[some], targets[some])
-    soft = _Fit(classes, "even", soft=True).fitted(logs[some], targets[some])
+    sample = np.random.default_rng(0).permutation(rows)[:20_000]
+    logs, targets = _logs(p), torch.from_numpy(y)
+    agreed = float((p.argmax(1) == y).mean())
+    even = _Fit(classes, "even").fitted(logs[sample], targets[sample])
+    soft = _Fit(classes, "even", soft=True).fitted(logs[sample], targets[sample])
     fits = [even, soft]
     chosen = even
-    # The classes that a weak model confuses would all be taken for flips.
-    # Up to so many classes it is asked where each class's flips go.
+    # Classes that a weak model confuses would look like flips. Flips per class are fitted for at most
+    # 50 classes.
     if agreed >= _WEAK and classes <= 50 and rows >= 2 * classes * (classes - 1):
-        free = _Fit(classes, "free").fitted(logs[some], targets[some])
-        # By Akaike's criterion: a parameter more must be worth a unit of log-likelihood.
+        free = _Fit(classes, "free").fitted(logs[sample], targets[sample])
+        # Akaike's criterion: each parameter must gain a unit of log-likelihood.
         if free.score - even.score > classes * (classes - 1) - 1:
             chosen = free
-            least = _Fit(classes, _counted(given, y, _SUREST, bound=_Z))
-            fits = [free, least.fitted(logs[some], targets[some])]
-    flips = _counted(given, y, _CONFIDENT)
-    unmixed = _logs(_normalised(given @ np.linalg.inv(flips)))
-    upper = _Fit(classes, flips).fitted(unmixed[some], targets[some])
-    found = [fit.wrong(logs, targets) for fit in fits]
-    wrong = found[0]
-    low = np.minimum.reduce(found) if agreed >= _WEAKEST else np.zeros_like(wrong)
+            least = _Fit(classes, _count_flips(p, y, _SUREST, bound=_Z))
+            fits = [free, least.fitted(logs[sample], targets[sample])]
+    flips = _count_flips(p, y, _CONFIDENT)
+    unmixed = _logs(_normalize(p @ np.linalg.inv(flips)))
+    upper = _Fit(classes, flips).fitted(unmixed[sample], targets[sample])
+    estimates = [fit.wrong(logs, targets) for fit in fits]
+    wrong = estimates[0]
+    low = np.minimum.reduce(estimates) if agreed >= _WEAKEST else np.zeros_like(wrong)
     high = np.maximum(wrong, upper.wrong(unmixed, targets))
     ends = sorted(float(part.mean()) for part in (low, wrong, high))
     return LabelNoise(
@@ -155,53 +174,61 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
     )
 
 
-def checked_probabilities(probabilities: Any) -> AnyArray:
-    """Probabilities as float64 `[N, C]`; an error for what are none."""
-    given = probabilities
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
+def validate_probabilities(probabilities: Any) -> AnyArray:
+    """Return probabilities as float64 `[N, C]`; raise unless rows sum to one."""
+    if isinstance(probabilities, torch.Tensor):
+        probabilities = probabilities.detach().cpu().numpy()
     try:
-        found = np.asarray(given, np.float64)
+        p = np.asarray(probabilities, np.float64)
     except (TypeError, ValueError) as error:
         raise AttributionError(
-            "probabilities must be numbers", found=type(given).__name__, expected="[N, C]"
+            "probabilities must be numbers",
+            code="attribute.wrong_probabilities",
+            found=type(probabilities).__name__,
+            expected="[N, C]",
         ) from error
-    if found.ndim != 2 or not found.size:
+    if p.ndim != 2 or not p.size:
         raise AttributionError(
             "probabilities must have one row per sample and one column per class",
-            found=f"shape {found.shape}",
+            code="attribute.wrong_probabilities",
+            found=f"shape {p.shape}",
             expected="[N, C]",
         )
-    if not np.isfinite(found).all() or found.min() < 0 or np.abs(found.sum(1) - 1).max() > 0.02:
+    if not np.isfinite(p).all() or p.min() < 0 or np.abs(p.sum(1) - 1).max() > 0.02:
         raise AttributionError(
-            "these are no probabilities",
-            found=f"values from {found.min():.3g} to {found.max():.3g}, rows that sum to "
-            f"{found.sum(1).min():.3g} to {found.sum(1).max():.3g}",
-            fix="apply softmax to logits, or exp to log-probabilities",
+            "the rows are not probabilities",
+            code="attribute.not_probabilities",
+            found=f"values from {p.min():.3g} to {p.max():.3g}, rows that sum to "
+            f"{p.sum(1).min():.3g} to {p.sum(1).max():.3g}",
+            fix="Apply softmax to logits, or exp to log-probabilities.",
         )
-    return np.asarray(found / found.sum(1, keepdims=True))
+    return np.asarray(p / p.sum(1, keepdims=True))
 
 
-def checked_labels(labels: Any, rows: int, classes: int) -> AnyArray:
-    """Labels as int64 `[N]`; an error unless there is one class for each row."""
-    found = _arguments.array("labels", labels, error=AttributionError, expected="one class a row")
-    if found.shape != (rows,) or found.dtype.kind not in "iu":
+def validate_labels(labels: Any, rows: int, classes: int) -> AnyArray:
+    """Return labels as int64 `[N]`; raise unless there is one class for each row."""
+    classes_of_rows = _arguments.array(
+        "labels", labels, error=AttributionError, expected="one class a row"
+    )
+    if classes_of_rows.shape != (rows,) or classes_of_rows.dtype.kind not in "iu":
         raise AttributionError(
             "every row needs one label",
-            found=f"{found.dtype} of shape {found.shape}",
-            expected=f"whole numbers of shape ({rows},)",
+            code="attribute.wrong_labels",
+            found=f"{classes_of_rows.dtype} of shape {classes_of_rows.shape}",
+            expected=f"integers of shape ({rows},)",
         )
-    if found.min() < 0 or found.max() >= classes:
+    if classes_of_rows.min() < 0 or classes_of_rows.max() >= classes:
         raise AttributionError(
-            "a label that is no class",
-            found=f"labels from {found.min()} to {found.max()}",
+            "a label is not a class",
+            code="attribute.label_out_of_range",
+            found=f"labels from {classes_of_rows.min()} to {classes_of_rows.max()}",
             expected=f"0 to {classes - 1}",
         )
-    return found.astype(np.int64)
+    return classes_of_rows.astype(np.int64)
 
 
 class _Fit:
-    """T and the sharpening of probabilities: `even` flips, `free` ones, or a T that is given."""
+    """Fit of T and of the sharpening of probabilities: `even` flips, `free` ones, or a fixed T."""
 
     def __init__(
         self, classes: int, flips: Literal["even", "free"] | AnyArray, *, soft: bool = False
@@ -214,7 +241,7 @@ class _Fit:
         self.score = -math.inf
 
     def fitted(self, logs: torch.Tensor, labels: torch.Tensor) -> _Fit:
-        """This, with the largest likelihood of the labels."""
+        """Maximize the likelihood of the labels, and return self."""
         free = [self.sharpness, self.shift]
         free += [] if self.softness is None else [self.softness]
         free += [] if self.fixed is not None else [self.flips]
@@ -236,14 +263,14 @@ class _Fit:
 
     @torch.no_grad()
     def wrong(self, logs: torch.Tensor, labels: torch.Tensor) -> AnyArray:
-        """The probability `[N]` that a label is wrong."""
+        """Return the probability `[N]` that a label is wrong."""
         clean, flips, likely = self._of_labels(logs, labels)
         right = clean.gather(1, labels[:, None])[:, 0] * flips.diagonal()[labels]
         return np.asarray((1 - right / likely).clamp(0, 1))
 
     @torch.no_grad()
     def confusion(self, logs: torch.Tensor, labels: torch.Tensor) -> AnyArray:
-        """Expected rows `[C, C]` by the label given and the class."""
+        """Return the expected number of rows `[C, C]` by label and true class."""
         clean, flips, likely = self._of_labels(logs, labels)
         each = clean * flips.T[labels] / likely[:, None]
         counts = torch.zeros(flips.shape, dtype=each.dtype)
@@ -252,11 +279,11 @@ class _Fit:
     def _of_labels(
         self, logs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """r `[N, C]`, T `[C, C]`, and the likelihood `[N]` of the labels."""
+        """Return r `[N, C]`, T `[C, C]`, and the likelihood `[N]` of the labels."""
         sharp = logs * self.sharpness.exp()
         clean = (sharp + self.shift).softmax(1)
         if self.softness is not None:
-            # Some rows of which the model is sure without reason: doubt with a longer tail.
+            # A share of overconfident rows: doubt with a longer tail.
             share = 0.5 * self.softness.sigmoid()
             clean = (1 - share) * clean + share * (0.3 * sharp).softmax(1)
         flips = self._flips(logs.shape[1])
@@ -281,35 +308,35 @@ def _logs(probabilities: AnyArray) -> torch.Tensor:
     return torch.from_numpy(np.log(np.clip(probabilities, 1e-7, 1)))
 
 
-def _normalised(values: AnyArray) -> AnyArray:
+def _normalize(values: AnyArray) -> AnyArray:
     positive = np.clip(values, 1e-4, None)
     return np.asarray(positive / positive.sum(1, keepdims=True))
 
 
-def _counted(
+def _count_flips(
     probabilities: AnyArray, labels: AnyArray, share: float, *, bound: float = 0.0
 ) -> AnyArray:
-    """T `[C, C]` counted where the model is surest of a class: a `share` of that class's rows.
+    """Count T `[C, C]` in the most confident `share` of each predicted class.
 
-    Noise does not depend on how sure a model is, and its doubts do. With a `bound`, the lower ends of
-    Wilson's intervals.
+    Noise does not depend on the confidence of a model, doubt does. With a `bound`, use the lower ends of
+    Wilson intervals.
     """
     classes = probabilities.shape[1]
-    said = probabilities.argmax(1)
+    predicted = probabilities.argmax(1)
     flips = np.eye(classes)
-    for one in range(classes):
-        at = np.flatnonzero(said == one)
+    for class_ in range(classes):
+        at = np.flatnonzero(predicted == class_)
         if len(at) < 10:
             continue
-        surest = at[np.argsort(-probabilities[at, one], kind="stable")]
+        surest = at[np.argsort(-probabilities[at, class_], kind="stable")]
         surest = surest[: max(10, int(share * len(at)))]
-        found = np.bincount(labels[surest], minlength=classes) / len(surest)
+        flip_shares = np.bincount(labels[surest], minlength=classes) / len(surest)
         if bound:
-            found = np.array([_wilson_low(part, len(surest), bound) for part in found])
-        found[one] = 0
-        if found.sum() < 0.5:  # else most of its labels say another class
-            flips[one] = found
-            flips[one, one] = 1 - found.sum()
+            flip_shares = np.array([_wilson_low(part, len(surest), bound) for part in flip_shares])
+        flip_shares[class_] = 0
+        if flip_shares.sum() < 0.5:  # otherwise most of its labels are another class
+            flips[class_] = flip_shares
+            flips[class_, class_] = 1 - flip_shares.sum()
     return flips
 
 
@@ -320,7 +347,7 @@ def _wilson_low(share: float, rows: int, z: float) -> float:
 
 
 def _spread(share: float, rows: int) -> float:
-    """Of a share that is expected: that of the rows there are, and that of the noise's estimate."""
+    """Return the 95% half width of an expected share: sampling of rows plus error of the estimate."""
     return _Z * math.sqrt((share * (1 - share) + share) / rows)
 
 

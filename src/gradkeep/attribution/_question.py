@@ -1,4 +1,4 @@
-"""Methods, and the questions they answer: which queries, which training rows, at which checkpoints."""
+"""Methods, and the requests they answer: queries, training rows, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Block, Store
@@ -39,80 +39,94 @@ OverCheckpoints = Literal["one", "sum", "mean"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """A method made ready at one checkpoint."""
+    """A method prepared at one checkpoint.
+
+    Args:
+        score: Function from (start, stop) to the scores `[stop - start, N]` of these queries, or
+            `[L, stop - start, N]` per layer.
+        plan: Function that returns how gradients were multiplied last, or None.
+        approximate: Description of the approximation, or None if the scores are exact.
+        solution: Function that returns how linear systems were solved so far, or None.
+    """
 
     score: Callable[[int, int], Tensor]
-    """Scores `[stop - start, N]` of queries start to stop; per layer `[L, stop - start, N]`."""
     plan: Callable[[], QueryPlan | None] = lambda: None
-    """How gradients were multiplied last, where they are."""
     approximate: str | None = None
-    """What was approximated, if anything was."""
     solution: Callable[[], Solution | None] = lambda: None
-    """How linear systems were solved so far, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """A method that cannot be told anything."""
+    """Options of a method that has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to score training rows."""
+    """A method that scores training rows.
+
+    Args:
+        name: Name for `gk.attribute(method=...)`.
+        summary: The formula in words.
+        needs: Captures that it needs, in words.
+        cost: Its cost, in words.
+        exact: True if the formula is computed without approximation.
+        reference: Publication.
+        prepare: Function that is called once per checkpoint with a `CheckpointView` and the options, and
+            returns a `Scorer`.
+        pool: Function that is called once for all checkpoints with the request and the options; its result
+            is `CheckpointView.pooled`.
+        over: How scores of several checkpoints are combined: `one` (refused), `sum` or `mean`.
+        options: Frozen dataclass of the options, with defaults.
+        tuned: Option that may be "auto".
+        candidates: Values among which "auto" chooses.
+        about_queries: False if the score of a training row is the same for every query.
+        layered: True if the scores are sums over layers.
+        whitened: True if it works on whitened coordinates, whose products are influences already.
+    """
 
     name: str
     summary: str
-    """The formula, in words."""
     needs: str
     cost: str
     exact: bool
-    """Whether the formula is computed without approximation."""
     reference: str
     prepare: Callable[[CheckpointView, Any], Scorer] = field(repr=False)
-    """What is done once per checkpoint; gives what scores some queries."""
     pool: Callable[[AttributionQuestion, Any], Any] | None = field(default=None, repr=False)
-    """What is done once for all checkpoints together; `prepare` finds it in `at.pooled`."""
     over: OverCheckpoints = field(default="mean", repr=False)
-    """What becomes of several checkpoints."""
     options: type = field(default=NoOptions, repr=False)
-    """A frozen dataclass: what the method can be told, with defaults."""
     tuned: str | None = field(default=None, repr=False)
-    """The option that may be "auto"."""
     candidates: tuple[float, ...] = field(default=(), repr=False)
-    """What "auto" chooses from."""
     about_queries: bool = field(default=True, repr=False)
-    """False: the score of a training row is the same for every query."""
     layered: bool = field(default=False, repr=False)
-    """Whether its scores are sums over layers, which can be told apart."""
     whitened: bool = field(default=False, repr=False)
-    """Whether it can be asked of whitened coordinates, whose products are influence already."""
 
 
-_OF_FEW_ROWS = ("refine", "candidates")
+_TOP_OPTIONS = ("refine", "candidates")
 """Options of `gk.query.top`."""
 
 
-def options_for(method: Method, given: Mapping[str, Any]) -> Any:
-    """The method's options as its dataclass; an unknown one is an error with the nearest names."""
+def options_for(method: Method, options: Mapping[str, Any]) -> Any:
+    """Build the method's options dataclass; raise for unknown options, offering similar names."""
     known = [part.name for part in dataclasses.fields(method.options)]
-    for name in given:
+    for name in options:
         if name not in known:
-            if name in _OF_FEW_ROWS:
+            if name in _TOP_OPTIONS:
                 raise AttributionError(
-                    "only the best rows are refined: among all scores, those of another capture would "
-                    "be on another scale",
+                    "attribute does not refine scores, because another capture has another scale",
+                    code="attribute.refine",
                     found=f"{name}=",
-                    fix="gk.query.top(queries, train, k, refine=...) gives the best by another capture",
+                    fix="Use gk.query.top(queries, train, k, refine=...) to rank the best rows.",
                 )
             near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
             raise AttributionError(
                 f"{method.name} has no option {name!r}",
+                code="attribute.unknown_option",
                 expected=", ".join(known) or "no options",
-                fix=f"did you mean {' or '.join(near)}?" if near else None,
+                fix=f"Did you mean {' or '.join(near)}?" if near else None,
             )
-    told = method.options(**given)
-    check_fields(told, AttributionError)
-    return told
+    parsed = method.options(**options)
+    check_fields(parsed, AttributionError)
+    return parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,81 +143,91 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributionQuestion:
-    """Everything that a method may look at, the same for all its checkpoints."""
+    """Everything that a method may use, for all checkpoints."""
 
     store: Store
     queries: str
-    """The split that the queries are from."""
+    """Split of the queries."""
     train: str
     name: str
-    """The name of the captures."""
+    """Name of the captures."""
     checkpoints: tuple[RunCheckpoint, ...]
     positions: Ids
-    """Which rows of the queries' captures are asked about `[Q]`."""
+    """Positions `[Q]` of the queries in their captures."""
     layers: LayerChoice = None
-    compute: ComputeWish = None
+    compute: ComputeSpec = None
     memory_budget: float | str | None = None
     per_layer: bool = False
     report: Callable[[str], None] = field(default=lambda doing: None, repr=False)
-    """Is told what is being done, where that takes long."""
+    """Progress callback, called with a description of the current step."""
 
     opened: dict[CaptureKey, Block] = field(default_factory=dict, repr=False)
-    """The captures that were opened for it: each is read and checked once."""
+    """Opened captures; each is opened and checked once."""
 
     def block(self, key: CaptureKey) -> Block:
-        """Everything that a capture keeps."""
+        """Open a capture, once."""
         if key not in self.opened:
             self.opened[key] = open_capture(self.store, key)
         return self.opened[key]
 
     def at(self, pooled: Any = None) -> list[CheckpointView]:
-        """The checkpoints, one by one."""
+        """List the views of all checkpoints."""
         return [CheckpointView(self, place, pooled) for place in self.checkpoints]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointView:
-    """One checkpoint of a question: what a method is given to work with."""
+    """One checkpoint of a request: the input of `Method.prepare`."""
 
     question: AttributionQuestion
     place: RunCheckpoint
     pooled: Any = None
-    """What the method found out about all checkpoints together."""
+    """Result of `Method.pool`."""
 
     @checked(AttributionError)
     def train(self, of: GradientOf = "loss", *, name: str | None = None) -> Gradients:
-        """The gradients of the training rows; `name` is that of another capture of them."""
+        """Return the gradients of the training rows.
+
+        Args:
+            of: `loss` or `output`.
+            name: Name of another capture of the same rows.
+        """
         return self._gradients(self.question.train, of, name or self.question.name)
 
     @checked(AttributionError)
     def queries(self, of: GradientOf = "loss") -> Gradients:
-        """The gradients of the split that the queries are from; `question.positions` are asked."""
-        found = self._gradients(self.question.queries, of, self.question.name)
-        check_pairs([GradientPair(found, self.train(of))])
-        return found
+        """Return the gradients of the queries' split; `question.positions` are the queries.
+
+        Args:
+            of: `loss` or `output`.
+        """
+        gradients = self._gradients(self.question.queries, of, self.question.name)
+        check_pairs([GradientPair(gradients, self.train(of))])
+        return gradients
 
     @property
     def train_block(self) -> Block:
-        """Everything kept of the training rows."""
+        """Captured arrays of the training rows."""
         return self._block(self.question.train)
 
     @property
     def query_block(self) -> Block:
-        """Everything kept of the split that the queries are from."""
+        """Captured arrays of the queries' split."""
         return self._block(self.question.queries)
 
     def has_outputs(self) -> bool:
-        """Whether both splits keep the gradients of outputs."""
+        """Return True if both splits hold gradients of outputs."""
         return all(
             block.schema.fingerprints.get("of") == "output"
             for block in (self.train_block, self.query_block)
         )
 
     def all_zero(self) -> AttributionError:
-        """The error of a method that needs a gradient that is not zero."""
+        """Return the error for training gradients that are all zero."""
         return AttributionError(
             f"all gradients of {self.question.train} at {self.place} are zero",
-            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+            code="attribute.zero_gradients",
+            fix="Capture a checkpoint that does not fit its data perfectly, or other layers.",
         )
 
     def _gradients(self, split: str, of: GradientOf, name: str) -> Gradients:
@@ -215,7 +239,7 @@ class CheckpointView:
         return self.question.block(key)
 
 
-def make_question(
+def build_question(
     store: Store,
     *,
     queries: str,
@@ -226,9 +250,9 @@ def make_question(
     ids: Any = None,
     **settings: Any,
 ) -> AttributionQuestion:
-    """Open the captures of a question, which must be finished and of the same rows.
+    """Open the captures of a request, which must be sealed and hold the same rows.
 
-    `settings` are those of an `AttributionQuestion`: layers, compute, memory_budget, per_layer.
+    `settings` are fields of `AttributionQuestion`: layers, compute, memory_budget, per_layer.
     """
     first: dict[str, Block] = {}
     opened: dict[CaptureKey, Block] = {}
@@ -242,7 +266,9 @@ def make_question(
             if not np.array_equal(block.ids, other.ids):
                 raise AttributionError(
                     f"{split} was captured with different rows, or in another order, at {places[0]} "
-                    f"({len(other)} rows) and at {place} ({len(block)} rows)",
+                    f"and at {place}",
+                    code="attribute.different_rows",
+                    found=f"{len(other)} and {len(block)} rows",
                     fix=_SAME_ROWS,
                 )
             if block is not other:
@@ -250,22 +276,24 @@ def make_question(
     positions = np.arange(len(first[queries]))
     if ids is not None:
         least = -_arguments.LARGEST
-        wanted = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
-        positions = np.asarray(first[queries].positions(wanted), np.int64)
+        query_ids = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
+        positions = np.asarray(first[queries].positions(query_ids), np.int64)
     if not len(positions):
-        raise AttributionError("no queries were asked about", fix="pass ids= of some rows")
+        raise AttributionError(
+            "there are no queries", code="attribute.no_queries", fix="Pass ids= of some rows."
+        )
     return AttributionQuestion(
         *(store, queries, train, name, tuple(places), positions), opened=opened, **settings
     )
 
 
-_SAME_ROWS = "capture the same rows in the same order at every checkpoint, or pass checkpoints="
+_SAME_ROWS = "Capture the same rows in the same order at every checkpoint, or pass checkpoints=."
 
 
 def _check_examples(one: Block, other: Block, split: str) -> None:
     """Raise if two captures of a split hold the same samples, or labels, under other ids.
 
-    Samples that only one of them holds are no evidence: padding changes a sample's digest.
+    Samples that only one of them holds are not compared: padding changes a sample's digest.
     """
     for name in ("example", "label"):
         if name not in one.names or name not in other.names:
@@ -280,6 +308,7 @@ def _check_examples(one: Block, other: Block, split: str) -> None:
             raise AttributionError(
                 f"{split} was captured with another {'sample' if name == 'example' else 'label'} "
                 f"for row {int(one.ids[differ][0])} in {one.path} and in {other.path}",
+                code="attribute.different_rows",
                 fix=_SAME_ROWS,
             )
 
@@ -291,32 +320,35 @@ def _find_checkpoints(
     splits: Sequence[str],
     name: str,
 ) -> list[RunCheckpoint]:
-    """The named checkpoints of every run, or else all at which every split was captured."""
+    """Return the named checkpoints of every run, or all at which every split was captured."""
     runs = [run] if isinstance(run, str) else list(run)
     if not runs:
-        raise AttributionError("no run was given")
+        raise AttributionError("run is an empty list", code="attribute.no_run")
     captures, places = store.captures(), []
-    for one in runs:
-        known = {c.name: c for c in store.checkpoints(one)}
+    for run_name in runs:
+        known = {c.name: c for c in store.checkpoints(run_name)}
         if checkpoints is None:
-            keys = [key for key in captures if (key.run, key.capture) == (one, name)]
+            keys = [key for key in captures if (key.run, key.capture) == (run_name, name)]
             at = ({key.checkpoint for key in keys if key.split == split} for split in splits)
             names = sorted(set.intersection(*at))
             steps = {c: known[c].step if c in known else None for c in names}
             names.sort(key=lambda c: (steps[c] is None, steps[c] or 0))
         else:
             names = [checkpoints] if isinstance(checkpoints, str) else list(checkpoints)
-        places += [RunCheckpoint(one, c, known[c].lr if c in known else None) for c in names]
+        places += [RunCheckpoint(run_name, c, known[c].lr if c in known else None) for c in names]
     if not places and checkpoints is not None:
-        raise AttributionError("no checkpoint was given")
+        raise AttributionError("checkpoints is an empty list", code="attribute.no_checkpoint")
     if not places:
-        there = (f"{k.split} at {k.checkpoint} (run {k.run}, name {k.capture})" for k in captures)
+        capture_names = (
+            f"{k.split} at {k.checkpoint} (run {k.run}, name {k.capture})" for k in captures
+        )
         raise AttributionError(
             f"{' and '.join(map(repr, splits))} were not captured at the same checkpoint of run "
             f"{', '.join(runs)} with the name {name}",
+            code="attribute.no_captures",
             path=store.location,
-            found=", ".join(there) or "no captures",
-            fix=f"gk.capture(store, model, loader, task=task, split={splits[0]!r}), "
-            f"and the same for {splits[-1]!r}",
+            found=", ".join(capture_names) or "no captures",
+            fix=f"Run gk.capture(store, model, loader, task=task, split={splits[0]!r}), "
+            f"and the same for {splits[-1]!r}.",
         )
     return places

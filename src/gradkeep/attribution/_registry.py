@@ -1,10 +1,11 @@
-"""The methods by name: ours, and those that were registered from outside."""
+"""Registry of attribution methods, built-in and registered."""
 
 from __future__ import annotations
 
 import difflib
 from typing import TYPE_CHECKING
 
+from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._question import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
@@ -21,61 +22,103 @@ _SEQUENCES = "gradkeep.LanguageModelling"
 _METHODS: dict[str, Method] = {method.name: method for method in ALL}
 
 
-def methods() -> tuple[Method, ...]:
-    """All methods that `gk.attribute` knows.
+class MethodList(TableDisplay, tuple[Method, ...]):
+    """The methods of `gk.attribute`, printed as a table."""
 
-    >>> [method.name for method in methods()][:3]
-    ['kernel', 'trak', 'dot']
+    __slots__ = ()
+
+    def _table(self) -> ResultTable:
+        names = ", ".join(method.name for method in self[10:])
+        caption = f"{len(self)} methods for gk.attribute(method=...)"
+        caption += f"; also {names}" if names else ""
+        rows = [[method.name, method.summary[:80]] for method in self[:10]]
+        return ResultTable(caption, ["method", "score"], rows, len(self))
+
+    def _repr_html_(self) -> str:
+        columns = ["method", "score", "needs", "cost"]
+        rows = [[method.name, method.summary, method.needs, method.cost] for method in self]
+        return ResultTable(f"{len(self)} methods", columns, rows, len(self)).to_html()
+
+
+def methods() -> MethodList:
+    """List all methods of `gk.attribute`.
+
+    Returns:
+        The methods, the default first.
+
+    Example:
+        >>> [method.name for method in methods()][:3]
+        ['kernel', 'trak', 'dot']
     """
-    return tuple(_METHODS.values())
+    return MethodList(_METHODS.values())
 
 
 def register_method(method: Method) -> None:
-    """Let `gk.attribute(method=...)` and the commands find a method of one's own by its name.
+    """Register a method for `gk.attribute(method=...)` and the commands.
 
-    `method.prepare(view, options)` is called once per checkpoint with a `gk.CheckpointView`, which
-    reads the captures of both splits, and gives a `gk.Scorer`.
+    `method.prepare(view, options)` is called once per checkpoint with a `gk.CheckpointView`, which reads the
+    captures of both splits, and returns a `gk.Scorer`.
+
+    Args:
+        method: The method.
+
+    Raises:
+        AttributionError: The name is taken.
     """
     if not isinstance(method, Method):
         raise AttributionError(
-            "a method is a gk.Method", found=type(method).__name__, fix="gk.Method(name, ...)"
+            "method must be a gk.Method",
+            code="attribute.not_a_method",
+            found=type(method).__name__,
+            fix="Build it with gk.Method(name, ...).",
         )
     if method.name in _METHODS:
         raise AttributionError(
-            f"there is a method {method.name!r} already",
+            f"a method {method.name!r} is already registered",
+            code="attribute.method_exists",
             found=", ".join(_METHODS),
-            fix="give it another name",
+            fix="Use another name.",
         )
     _METHODS[method.name] = method
 
 
 def unregister_method(name: str) -> None:
-    """Forget a method that was registered; ours stay."""
+    """Remove a registered method; built-in ones cannot be removed.
+
+    Args:
+        name: Name of the method.
+
+    Raises:
+        AttributionError: No such method was registered.
+    """
     if name not in _METHODS or any(method.name == name for method in ALL):
-        raise AttributionError(f"no method {name!r} was registered")
+        raise AttributionError(
+            f"no method {name!r} was registered", code="attribute.not_registered"
+        )
     del _METHODS[name]
 
 
-def method_named(name: str) -> Method:
-    """The method of that name; the nearest ones are offered if there is none."""
+def find_method(name: str) -> Method:
+    """Return the method of that name; raise with similar names if there is none."""
     if name in _METHODS:
         return _METHODS[name]
     near = difflib.get_close_matches(name, _METHODS, n=2, cutoff=0.3)
     raise AttributionError(
-        f"no method {name!r}",
+        f"there is no method {name!r}",
+        code="attribute.unknown_method",
         expected=", ".join(_METHODS),
-        fix=f"did you mean {' or '.join(near)}?" if near else "gk.methods() lists them",
+        fix=f"Did you mean {' or '.join(near)}?" if near else "List them with gk.methods().",
     )
 
 
 def holds_sequences(schema: Schema) -> bool:
-    """Tell whether the rows of a capture are sequences of tokens with a loss each."""
+    """Return True if the rows of a capture are token sequences with a loss per token."""
     tokens = any(array.name == "token_loss" for array in schema.arrays)
     return tokens or str(schema.fingerprints.get("task")).startswith(_SEQUENCES)
 
 
 def default_method(store: Store, *, run: str | Sequence[str], train: str, name: str) -> str:
-    """The method that won for what was captured: `ekfac` for sequences, else `kernel`."""
+    """Return the default method for a capture: `ekfac` for sequences and whitened coordinates, else `kernel`."""
     runs = [run] if isinstance(run, str) else list(run)
     for key in store.captures():
         if key.run in runs and (key.split, key.capture) == (train, name):

@@ -1,4 +1,4 @@
-"""Features of both sides of a question: values that captures keep, and projected gradients."""
+"""Features of training rows and queries: captured values and projected gradients."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class KeptRows:
+class RowStorage:
     """Rows `[count, dim]` float32: in memory up to `limit` bytes, else in a file without a name.
 
-    The file is gone with the object, and what is read of it is a copy: no page of it stays mapped.
+    The file is deleted with the object, and reads are copies: no page of it stays mapped.
 
-    >>> rows = KeptRows(3, 2, limit=0)
+    >>> rows = RowStorage(3, 2, limit=0)
     >>> rows.put(0, torch.arange(6.0).view(3, 2))
     >>> rows.part(1, 3)
     tensor([[2., 3.],
@@ -48,15 +48,15 @@ class KeptRows:
             weakref.finalize(self, os.close, self._file)
 
     @classmethod
-    def of(cls, values: torch.Tensor) -> KeptRows:
-        """Those of an array that is there."""
-        made = cls(0, values.shape[1], limit=1)
-        made.count, made._held = len(values), values
-        return made
+    def of(cls, values: torch.Tensor) -> RowStorage:
+        """Wrap an existing tensor."""
+        storage = cls(0, values.shape[1], limit=1)
+        storage.count, storage._held = len(values), values
+        return storage
 
     @property
     def held(self) -> bool:
-        """Whether they are in memory."""
+        """True if the rows are in memory."""
         return self._held is not None
 
     def put(self, start: int, values: torch.Tensor) -> None:
@@ -64,27 +64,27 @@ class KeptRows:
         if self._held is not None:
             self._held[start : start + len(values)] = values
             return
-        left = _bytes(values.float().contiguous())
+        remaining = _bytes(values.float().contiguous())
         at = 4 * self.dim * start
-        while left:  # one call writes up to two gigabytes
-            written = os.pwrite(self._file, left, at)
-            left, at = left[written:], at + written
+        while remaining:  # one call writes up to two gigabytes
+            written = os.pwrite(self._file, remaining, at)
+            remaining, at = remaining[written:], at + written
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Rows `start` to `stop`."""
+        """Return rows `start` to `stop`."""
         if self._held is not None:
             return self._held[start:stop]
-        found = torch.empty(stop - start, self.dim)
-        left = _bytes(found)
+        rows = torch.empty(stop - start, self.dim)
+        remaining = _bytes(rows)
         at = 4 * self.dim * start
-        while left:
-            taken = os.preadv(self._file, [left], at)
-            assert taken, "rows were read that were never written"
-            left, at = left[taken:], at + taken
-        return found
+        while remaining:
+            num_read = os.preadv(self._file, [remaining], at)
+            assert num_read, "rows were read that were never written"
+            remaining, at = remaining[num_read:], at + num_read
+        return rows
 
     def read(self, ids: Ids) -> torch.Tensor:
-        """The rows `[len(ids), k]` with these numbers; neighbours are read together."""
+        """Return the rows `[len(ids), k]` with these numbers; neighbors are read together."""
         if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:
             return self.part(int(ids[0]), int(ids[-1]) + 1)
         return torch.cat([self.part(int(at), int(at) + 1) for at in ids] or [self.part(0, 0)])
@@ -97,89 +97,96 @@ def _bytes(values: torch.Tensor) -> memoryview:
 
 _EMBEDDING = "embedding."
 IN_MEMORY = 1 << 28
-"""Bytes of projections that are held in memory, unless a budget says otherwise."""
+"""Default limit in bytes of projections in memory."""
 
 
 def column(block: Block, name: str, *, method: str) -> Tensor:
-    """A kept value `[N]` of all rows of a capture."""
+    """Return a captured value `[N]` of all rows."""
     if name not in block.names:
         raise AttributionError(
-            f"{method} needs the {name} of every row, which this capture does not keep",
+            f"{method} needs the {name} of every row, which this capture does not hold",
+            code="attribute.missing_column",
             path=block.path,
             found=", ".join(n for n in block.names if "." not in n),
-            fix="capture with a task that measures it, such as gk.Classification",
+            fix="Capture with a task that measures it, such as gk.Classification.",
         )
     return torch.from_numpy(np.array(block.column(name)))
 
 
 def embeddings(at: CheckpointView, layer: str | None, *, method: str) -> tuple[Tensor, Tensor]:
-    """Embeddings of the training rows `[N, D]` and of the queries `[Q, D]`, float32.
+    """Return the embeddings of the training rows `[N, D]` and of the queries `[Q, D]`, float32.
 
-    Without a layer, of the last one that both splits keep embeddings of.
+    Without a layer, of the last one that both splits hold.
     """
     name = _embedding(at, layer, method=method)
-    train, asked = (
+    train, queries = (
         torch.from_numpy(np.array(block.column(name), np.float32))
         for block in (at.train_block, at.query_block)
     )
-    for values, block in ((train, at.train_block), (asked, at.query_block)):
-        good = values.isfinite().all(1)
-        if not bool(good.all()):
+    for values, block in ((train, at.train_block), (queries, at.query_block)):
+        is_finite = values.isfinite().all(1)
+        if not bool(is_finite.all()):
             raise AttributionError(
-                f"an embedding of {block.path} is no number",
-                found=f"id {int(block.ids[int((~good).nonzero()[0])])}",
-                fix="look at the input of that row",
+                f"an embedding of {block.path} is not finite",
+                code="attribute.not_finite",
+                found=f"id {int(block.ids[int((~is_finite).nonzero()[0])])}",
+                fix="Check the input of that row.",
             )
-    return train, asked[at.question.positions]
+    return train, queries[at.question.positions]
 
 
 def _embedding(at: CheckpointView, layer: str | None, *, method: str) -> str:
     question = at.question
     for split, block in ((question.train, at.train_block), (question.queries, at.query_block)):
-        kept = [n.removeprefix(_EMBEDDING) for n in block.names if n.startswith(_EMBEDDING)]
-        if not kept or (layer is not None and layer not in kept):
-            wanted = layer or "path.of.a.layer"
+        layers = [n.removeprefix(_EMBEDDING) for n in block.names if n.startswith(_EMBEDDING)]
+        if not layers or (layer is not None and layer not in layers):
+            example = layer or "path.of.a.layer"
             raise AttributionError(
                 f"{method} needs embeddings{f' of layer {layer}' if layer else ''} of {split}",
+                code="attribute.missing_embeddings",
                 path=block.path,
-                found=f"embeddings of {', '.join(kept)}" if kept else "no embeddings",
-                fix=f"gk.capture(store, model, loader, task=task, split={split!r}, "
-                f"checkpoint={at.place.checkpoint!r}, embeddings=[{wanted!r}]) under another "
-                "name=, or delete the capture first",
+                found=f"embeddings of {', '.join(layers)}" if layers else "no embeddings",
+                fix=f"Run gk.capture(store, model, loader, task=task, split={split!r}, "
+                f"checkpoint={at.place.checkpoint!r}, embeddings=[{example!r}]) under another "
+                "name=, or delete the capture first.",
             )
-    train, asked = at.train_block, at.query_block
-    both = [n for n in train.names if n.startswith(_EMBEDDING) and n in asked.names]
+    train, queries = at.train_block, at.query_block
+    both = [n for n in train.names if n.startswith(_EMBEDDING) and n in queries.names]
     if not both:
         raise AttributionError(
-            f"{question.train} and {question.queries} keep embeddings of different layers",
-            fix="capture both with the same embeddings=",
+            f"{question.train} and {question.queries} hold embeddings of different layers",
+            code="attribute.different_embeddings",
+            fix="Capture both with the same embeddings=.",
         )
     return both[-1] if layer is None else f"{_EMBEDDING}{layer}"
 
 
-def features(at: CheckpointView, of: GradientOf, projection: Projection) -> tuple[KeptRows, Tensor]:
-    """Projections of the training rows `[N, k]`, on disk if they are many, and of the queries `[Q, k]`.
+def features(
+    at: CheckpointView, of: GradientOf, projection: Projection
+) -> tuple[RowStorage, Tensor]:
+    """Project the training rows `[N, k]`, to disk if they are many, and the queries `[Q, k]`.
 
-    Other checkpoints get other projections, so that their errors average out.
+    Each checkpoint gets another projection, so that their errors average out.
     """
     question, dim = at.question, projection.dim
-    train, asked = at.train(of), at.queries(of)
+    train, queries = at.train(of), at.queries(of)
     side = min(dim, len(train))
-    # The matrix and its factor, the queries, and some rows that pass.
-    need = 4 * (2 * side * side + dim * len(asked) + 2 * dim * min(len(train), ROWS_AT_ONCE))
+    # The matrix and its factor, the queries, and a batch of rows.
+    need = 4 * (2 * side * side + dim * len(queries) + 2 * dim * min(len(train), ROWS_AT_ONCE))
     budget = question.memory_budget
     if budget is not None and need > parse_bytes(budget):
         raise BudgetError(
             f"projections to {dim} numbers do not fit in the memory budget",
+            code="budget.projections",
             found=str(budget),
             expected=f"at least {format_bytes(need)}",
-            fix="pass a smaller dim=, or a larger memory_budget=",
+            fix="Pass a smaller dim= or a larger memory_budget=.",
         )
     limit = IN_MEMORY if budget is None else (parse_bytes(budget) - need) // 2
     number = question.checkpoints.index(at.place)
-    x = KeptRows(len(train), dim, limit=limit)
+    x = RowStorage(len(train), dim, limit=limit)
     for start, values in project_parts(train, projection, model=number, memory_budget=budget):
         x.put(start, values)
         question.report(f"row {start + len(values)} of {len(train)} projected")
-    g = project(asked, projection, model=number, memory_budget=budget)
+    g = project(queries, projection, model=number, memory_budget=budget)
     return x, g[question.positions]

@@ -1,4 +1,4 @@
-"""Scores in a store: a block of queries, and a block of the training rows they are about."""
+"""Save and load scores: a block of queries, and a block of the training row ids."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
     from gradkeep.store import Block, Store
 
-_TOLD = ("method", "queries", "train", "scale", "exact", "approximate", "options", "chosen")
-_LISTED = ("checkpoints", "layers")
+_FIELDS = ("method", "queries", "train", "scale", "exact", "approximate", "options", "chosen")
+_LIST_FIELDS = ("checkpoints", "layers")
 
 
 def save_scores(store: Store, name: str, scores: Scores) -> None:
-    """Write scores under a name; the queries' block is finished last, and only then they are there."""
+    """Write scores under a name; they become visible when the queries' block is sealed, last."""
     key = _key(name)
-    told: dict[str, Any] = {part: getattr(scores, part) for part in _TOLD}
-    told |= {part: json.dumps(getattr(scores, part)) for part in _LISTED}
+    fingerprints: dict[str, Any] = {part: getattr(scores, part) for part in _FIELDS}
+    fingerprints |= {part: json.dumps(getattr(scores, part)) for part in _LIST_FIELDS}
     if scores.solved is not None:
-        told["solved"] = scores.solved
+        fingerprints["solved"] = scores.solved
     if scores.chosen_on:
-        told["chosen_on"] = " ".join(scores.chosen_on)
+        fingerprints["chosen_on"] = " ".join(scores.chosen_on)
     if scores.captures:
-        told["captures"] = json.dumps(dict(scores.captures), sort_keys=True)
-    told["digest"] = _digest(scores)
+        fingerprints["captures"] = json.dumps(dict(scores.captures), sort_keys=True)
+    fingerprints["digest"] = _digest(scores)
     rows_scored = {"row": np.arange(len(scores.train_ids)), **_label(scores.train_labels)}
     train = Schema(
         tuple(Array(part, str(values.dtype)) for part, values in rows_scored.items()),
         num_rows=len(scores.train_ids),
-        fingerprints=told,
+        fingerprints=fingerprints,
     )
     with store.write(key.train, train) as writer:
         writer.append(scores.train_ids, rows_scored)
-    beside = _label(scores.query_labels)
+    per_query = _label(scores.query_labels)
     if scores.confidence is not None:
-        beside["confidence"] = scores.confidence
+        per_query["confidence"] = scores.confidence
     arrays = [Array("score", shape=(scores.shape[1],), kind="data")]
-    arrays += [Array(part, str(values.dtype)) for part, values in beside.items()]
+    arrays += [Array(part, str(values.dtype)) for part, values in per_query.items()]
     layers = 0 if scores.per_layer is None else len(scores.per_layer)
     if layers:
         arrays.append(Array("per_layer", shape=(layers, scores.shape[1]), kind="data"))
-    schema = Schema(tuple(arrays), num_rows=scores.shape[0], fingerprints=told)
+    schema = Schema(tuple(arrays), num_rows=scores.shape[0], fingerprints=fingerprints)
     with store.write(key, schema) as writer:
         step = max(1, schema.rows_per_segment // 4)
         for start in range(0, scores.shape[0], step):
             rows = slice(start, start + step)
             values: dict[str, Any] = {"score": scores.values[rows]}
-            values |= {part: whole[rows] for part, whole in beside.items()}
+            values |= {part: whole[rows] for part, whole in per_query.items()}
             if scores.per_layer is not None:
                 values["per_layer"] = np.moveaxis(scores.per_layer[:, rows], 0, 1)
             if writer.needs(len(values["score"])):
@@ -66,74 +66,82 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
 
 
 def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, ...]) -> None:
-    """Raise if scores of another method or other checkpoints have that name, before any work."""
+    """Raise if scores of another method or of other checkpoints have that name, before any work."""
     key = _key(name)
     if not store.has(key):
         return
-    told = store.read(key, live=True).schema.fingerprints
-    asked = {"method": method, "checkpoints": json.dumps(checkpoints)}
-    _require_current(store, name, told)
-    other = [f"{part}: {told.get(part)!r}" for part in asked if told.get(part) != asked[part]]
+    stored = store.read(key, live=True).schema.fingerprints
+    requested = {"method": method, "checkpoints": json.dumps(checkpoints)}
+    _require_current(store, name, stored)
+    other = [
+        f"{part}: {stored.get(part)!r}" for part in requested if stored.get(part) != requested[part]
+    ]
     if other:
         raise AttributionError(
             f"other scores are saved as {name!r}",
+            code="attribute.name_taken",
             path=store.location,
             found=", ".join(other),
-            fix="use another name, or delete them first",
+            fix="Use another name, or delete them first.",
         )
 
 
 def _key(name: str) -> ScoresKey:
-    """That of scores which can be read back by this name."""
+    """Return the key of scores; raise for names that could not be loaded."""
     key = ScoresKey(name)
     if key.names_rows:
         raise AttributionError(
             f"scores cannot be saved as {name!r}",
-            fix="use another name",
+            code="attribute.invalid_name",
+            fix="Use another name.",
         )
     return key
 
 
 def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) -> Scores:
-    """Read scores back, of all queries or of some."""
+    """Load scores of all queries, or of some."""
     known = sorted(k.name for k in store.scores() if not k.names_rows)
     if name not in known:
         raise AttributionError(
-            f"no scores {name!r}",
+            f"there are no scores {name!r}",
+            code="attribute.unknown_scores",
             path=store.location,
             found=", ".join(known) or "no saved scores",
-            fix="gk.attribute(store, ..., save=NAME) keeps them",
+            fix="Save scores with gk.attribute(store, ..., save=NAME).",
         )
     try:
         block = store.read(ScoresKey(name))
     except NotSealedError as error:
         raise AttributionError(
-            f"the scores {name!r} were not written to the end",
+            f"the scores {name!r} are incomplete",
+            code="attribute.incomplete_scores",
             path=error.path,
-            fix="save them again: it goes on where it stopped",
+            fix="Save them again: writing resumes where it stopped.",
         ) from error
     if "digest" not in block.schema.fingerprints:
         raise AttributionError(
-            f"{name!r} was not saved by Scores.save", fix="read it with store.read(ScoresKey(...))"
+            f"{name!r} was not saved by Scores.save",
+            code="attribute.foreign_scores",
+            fix="Read it with store.read(ScoresKey(...)).",
         )
     _require_current(store, name, block.schema.fingerprints)
     train = store.read(ScoresKey(name).train)
-    told: Any = block.schema.fingerprints
-    queries, kept = _all_queries(block) if ids is None else _some_queries(block, ids)
-    provenance: Any = {part: told[part] for part in _TOLD}
-    provenance |= {part: tuple(json.loads(told[part])) for part in _LISTED}
+    fingerprints: Any = block.schema.fingerprints
+    queries, arrays = _all_queries(block) if ids is None else _some_queries(block, ids)
+    provenance: Any = {part: fingerprints[part] for part in _FIELDS}
+    provenance |= {part: tuple(json.loads(fingerprints[part])) for part in _LIST_FIELDS}
     return kind(
-        values=kept["score"],
+        values=arrays["score"],
         query_ids=queries,
         train_ids=train.ids,
         **provenance,
-        solved=told.get("solved"),
-        chosen_on=tuple(str(told.get("chosen_on", "")).split()),
-        query_labels=kept.get("label"),
+        solved=fingerprints.get("solved"),
+        chosen_on=tuple(str(fingerprints.get("chosen_on", "")).split()),
+        query_labels=arrays.get("label"),
         train_labels=train.column("label") if "label" in train.names else None,
-        confidence=kept.get("confidence"),
-        per_layer=kept.get("per_layer"),
-        captures=store.capture_identities(told),
+        confidence=arrays.get("confidence"),
+        per_layer=arrays.get("per_layer"),
+        captures=store.capture_identities(fingerprints),
         store=store,
     )
 
@@ -141,48 +149,50 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
 def _require_current(store: Store, name: str, fingerprints: Mapping[str, Any]) -> None:
     """Raise if a capture holds other rows than when these scores were computed."""
     method = fingerprints.get("method")
-    again = f"gradkeep attribute {store.location} --method {method} --save {name}"
-    store.require_current(ScoresKey(name), fingerprints, AttributionError, again)
+    command = f"gradkeep attribute {store.location} --method {method} --save {name}"
+    store.require_current(ScoresKey(name), fingerprints, AttributionError, command)
 
 
 def _all_queries(block: Block) -> tuple[Any, dict[str, Any]]:
-    """The ids and arrays of all queries; large ones on disk."""
+    """Read the ids and arrays of all queries; large arrays are put on disk."""
     shape = block.schema.array("score").shape
-    found: dict[str, Any] = {"score": zeros_on_disk_or_in_memory((len(block), *shape))}
+    arrays: dict[str, Any] = {"score": zeros_on_disk_or_in_memory((len(block), *shape))}
     if "per_layer" in block.names:
         layers = block.schema.array("per_layer").shape[0]
-        found["per_layer"] = zeros_on_disk_or_in_memory((layers, len(block), *shape))
-    for batch in block.stream(list(found)):
+        arrays["per_layer"] = zeros_on_disk_or_in_memory((layers, len(block), *shape))
+    for batch in block.stream(list(arrays)):
         rows = slice(batch.first_row, batch.first_row + len(batch.ids))
-        found["score"][rows] = batch["score"]
-        if "per_layer" in found:
-            found["per_layer"][:, rows] = np.moveaxis(batch["per_layer"], 1, 0)
+        arrays["score"][rows] = batch["score"]
+        if "per_layer" in arrays:
+            arrays["per_layer"][:, rows] = np.moveaxis(batch["per_layer"], 1, 0)
     small = [part for part in ("label", "confidence") if part in block.names]
-    return block.ids, {**found, **{part: block.column(part) for part in small}}
+    return block.ids, {**arrays, **{part: block.column(part) for part in small}}
 
 
 def _some_queries(block: Block, ids: Any) -> tuple[Any, dict[str, Any]]:
-    """The same of the queries with these ids; costs their bytes."""
+    """Read the ids and arrays of the queries with these ids; costs their bytes."""
     least = -_arguments.LARGEST
-    wanted = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
+    query_ids = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
     try:
-        batch = block.read(wanted)
+        batch = block.read(query_ids)
     except MissingRowsError as error:
-        raise AttributionError("no such query was scored", found=error.found) from error
-    found: dict[str, Any] = {part: np.asarray(batch[part]) for part in block.names}
-    if "per_layer" in found:
-        found["per_layer"] = np.moveaxis(found["per_layer"], 1, 0)
-    return batch.ids, found
+        raise AttributionError(
+            "the scores do not have this query", code="attribute.unknown_query", found=error.found
+        ) from error
+    arrays: dict[str, Any] = {part: np.asarray(batch[part]) for part in block.names}
+    if "per_layer" in arrays:
+        arrays["per_layer"] = np.moveaxis(arrays["per_layer"], 1, 0)
+    return batch.ids, arrays
 
 
 def _digest(scores: Scores) -> str:
-    """What tells these scores from others: without it, half of one set could be resumed with another."""
+    """Compute a digest of the scores, so that a partial save is not resumed with other scores."""
     import xxhash
 
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for part in (scores.query_ids, scores.train_ids, *scores.values):
-        found.update(np.ascontiguousarray(part).data)
-    return found.hexdigest()
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
 
 
 def _label(labels: Any) -> dict[str, Any]:

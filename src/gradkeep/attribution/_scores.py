@@ -10,6 +10,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import ResultTable, TableDisplay
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
@@ -17,7 +18,7 @@ from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
@@ -27,54 +28,59 @@ if TYPE_CHECKING:
 
 
 _QUERIES = 64
-"""Rows of scores that are summed at a time: they may be mapped from disk."""
+"""Rows of scores that are summed at a time, since scores may be mapped from disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Which document each of some rows is of."""
+    """Assignment of rows to documents."""
 
     ids: np.ndarray[Any, np.dtype[np.int64]]
-    """`[D]`, in the order in which they are first named"""
+    """`[D]`, in order of first occurrence"""
     names: Any
-    """`[D]` texts; None where documents are numbers"""
+    """`[D]` texts; None if documents are numbers"""
     order: np.ndarray[Any, np.dtype[np.int64]]
-    """`[rows]`: rows of one document beside each other"""
+    """`[rows]`: permutation that makes the rows of each document contiguous"""
     starts: np.ndarray[Any, np.dtype[np.int64]]
-    """`[D]`: where each document begins among those"""
+    """`[D]`: start of each document in that order"""
 
     def summed(self, values: np.ndarray[Any, Any], axis: int) -> np.ndarray[Any, Any]:
-        """Sums over each document's rows along an axis, in float64."""
+        """Sum over each document's rows along an axis, in float64."""
         together = np.take(values, self.order, axis).astype(np.float64)
         return np.add.reduceat(together, self.starts, axis)
 
 
-def place_of(ids: Ids, number: int, what: str) -> int:
-    """The place of an id among those that were scored."""
+def find_position(ids: Ids, number: int, what: str) -> int:
+    """Return the position of an id among the scored ones."""
     places = np.flatnonzero(ids == number)
     if not len(places):
         shown = f"{ids[:3].tolist()} ... {ids[-1:].tolist()}"
-        raise AttributionError(f"no {what} with id {number} was scored", found=f"ids {shown}")
+        raise AttributionError(
+            f"there are no scores of {what} {number}",
+            code="attribute.unknown_id",
+            found=f"ids {shown}",
+        )
     return int(places[0])
 
 
-def documents_of(name: str, given: Any, rows: int) -> Documents:
-    """The documents that rows are said to be of; anything but one for each row is refused."""
-    found = _arguments.array(
+def documents_of(name: str, documents: Any, rows: int) -> Documents:
+    """Parse the document of each row; raise unless there is one per row."""
+    per_row = _arguments.array(
         name,
-        given,
+        documents,
         error=AttributionError,
         kinds="iuUS",
         expected="a number or a text for each row",
     )
-    if found.shape != (rows,):
+    if per_row.shape != (rows,):
         raise AttributionError(
-            f"{name} must name one document for each row",
-            found=f"shape {list(found.shape)}",
+            f"{name} must have one document for each row",
+            code="attribute.wrong_documents",
+            found=f"shape {list(per_row.shape)}",
             expected=f"[{rows}]",
-            fix="give them in the order of the rows, scores.train_ids or scores.query_ids",
+            fix="Pass them in the order of scores.train_ids or scores.query_ids.",
         )
-    kinds, first, which = np.unique(found, return_index=True, return_inverse=True)
+    kinds, first, which = np.unique(per_row, return_index=True, return_inverse=True)
     by_appearance = np.argsort(first, kind="stable")
     places = np.empty(len(kinds), np.int64)
     places[by_appearance] = np.arange(len(kinds))
@@ -103,112 +109,177 @@ def _summed(
     return (out if lines is None else lines.summed(out, 0)).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankedRows:
-    """Training rows for one query, the most important first."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RankedRows(TableDisplay):
+    """Training rows for one query, the highest rank first; unpacks into ids and values.
+
+    Attributes:
+        ids: Ids of the training rows `[k]`.
+        values: Their scores `[k]`.
+    """
 
     ids: Ids
-    """`[k]`"""
     values: Floats
-    """`[k]`"""
 
     def __iter__(self) -> Any:
         return iter((self.ids, self.values))
+
+    def _table(self) -> ResultTable:
+        rows = [
+            [str(row), f"{value:+.5g}"]
+            for row, value in zip(self.ids[:10], self.values[:10], strict=True)
+        ]
+        more = f", {len(rows)} shown" if len(self.ids) > len(rows) else ""
+        caption = f"{len(self.ids)} training rows{more}; positive helped, negative hurt"
+        right = frozenset({0, 1})
+        return ResultTable(caption, ["train row", "score"], rows, len(self.ids), right)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """Scores `[queries, train]`, float32; **positive helps**.
 
-    A positive score says that training on that row lowered the query's loss (raised its output).
-    Scores of different methods are on different scales: compare ranks.
+    A positive score means that training on that row lowered the query's loss (raised its output). Scores of
+    different methods are on different scales: compare ranks.
 
-    >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
-    >>> scores.top(2, query=7).ids.tolist(), scores.rank(query=7).tolist()
-    ([2, 0], [2, 3, 1])
+    Args:
+        values: Scores `[Q, N]`, in memory or mapped from disk.
+        query_ids: Ids of the queries `[Q]`.
+        train_ids: Ids of the training rows `[N]`.
+        method: Name of the method.
+        queries: Split of the queries.
+        train: Split of the training rows.
+        checkpoints: Checkpoints that were used.
+        layers: Layers that were used.
+        scale: The formula in words.
+        exact: True if the formula was computed without approximation.
+        approximate: Description of the approximation, or None.
+        options: Options of the method, as JSON.
+        solved: How linear systems were solved, and to which residual.
+        chosen: Option that was chosen by the outcomes of subset models, and how.
+        chosen_on: Digests of those subsets: do not evaluate the scores on them.
+        query_labels: Labels of the queries `[Q]`, if captured.
+        train_labels: Labels of the training rows `[N]`, if captured.
+        confidence: Expected agreement `[Q]`, 0 to 1, with the scores of as many other checkpoints.
+        per_layer: Scores `[L, Q, N]`, if requested.
+        captures: Folder and identity of every capture they were computed from.
+        plan: How gradients were multiplied.
+        store: Store they were computed from.
+
+    Example:
+        >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
+        >>> scores.top(2, query=7).ids.tolist(), scores.rank(query=7).tolist()
+        ([2, 0], [2, 3, 1])
     """
 
     values: Floats
-    """`[Q, N]`, in memory or mapped from disk"""
     query_ids: Ids
-    """`[Q]`"""
     train_ids: Ids
-    """`[N]`"""
     method: str = "given"
     queries: str = "test"
-    """The split that the queries are from."""
     train: str = "train"
     checkpoints: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     scale: str = ""
-    """The formula, in words."""
     exact: bool = True
     approximate: str | None = None
-    """What was approximated, if anything was."""
     options: str = "{}"
-    """What the method was told, as JSON."""
     solved: str | None = None
-    """How linear systems were solved, where there are any, and to which residual."""
     chosen: str | None = None
-    """What was chosen by the outcomes of subset models, and how."""
     chosen_on: tuple[str, ...] = field(default=(), repr=False)
-    """The digests of those subsets: scores are not to be judged by what they were chosen by."""
     query_labels: Any = None
-    """`[Q]`, where they were kept"""
     train_labels: Any = None
-    """`[N]`, where they were kept"""
     confidence: Floats | None = None
-    """`[Q]` from 0 to 1: how much the scores would agree with those of as many other checkpoints"""
     per_layer: Floats | None = None
-    """`[L, Q, N]`, where it was asked for"""
     captures: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The folder of every capture that they were computed from, with its identity."""
     plan: QueryPlan | None = field(default=None, repr=False)
-    """How gradients were multiplied."""
     store: Store | None = field(default=None, repr=False)
-    """Where they came from."""
 
     def __post_init__(self) -> None:
         for name in ("values", "query_ids", "train_ids"):
             value = getattr(self, name)
             _arguments.instance(name, value, np.ndarray, error=AttributionError)
         if self.query_ids.ndim != 1 or self.train_ids.ndim != 1:
-            raise AttributionError("ids are one per row", expected="arrays [Q] and [N]")
+            raise AttributionError(
+                "ids must be one-dimensional",
+                code="attribute.wrong_shape",
+                expected="arrays [Q] and [N]",
+            )
         if self.values.shape != (len(self.query_ids), len(self.train_ids)):
             raise AttributionError(
                 "scores need one row per query and one column per training row",
+                code="attribute.wrong_shape",
                 found=f"shape {list(self.values.shape)}",
                 expected=f"[{len(self.query_ids)}, {len(self.train_ids)}]",
             )
 
     def numpy(self) -> Floats:
-        """The scores `[queries, train]`."""
+        """Return the scores `[queries, train]`."""
         return self.values
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(queries, training rows)"""
+        """Number of queries and of training rows."""
         return self.values.shape[0], self.values.shape[1]
 
     @checked(AttributionError)
     def top(self, k: int, *, query: int) -> RankedRows:
-        """The `k` training rows that helped a query (by its id) most."""
+        """Return the `k` training rows that helped a query most.
+
+        Args:
+            k: Number of rows.
+            query: Id of the query.
+
+        Returns:
+            Ids and scores `[k]`, the largest first.
+
+        Raises:
+            AttributionError: The query was not scored.
+        """
         return self._ranked(k, query, sign=-1)
 
     @checked(AttributionError)
     def bottom(self, k: int, *, query: int) -> RankedRows:
-        """The `k` training rows that harmed a query (by its id) most."""
+        """Return the `k` training rows that harmed a query most.
+
+        Args:
+            k: Number of rows.
+            query: Id of the query.
+
+        Returns:
+            Ids and scores `[k]`, the smallest first.
+
+        Raises:
+            AttributionError: The query was not scored.
+        """
         return self._ranked(k, query, sign=1)
 
     @checked(AttributionError)
     def of(self, query: int) -> Floats:
-        """The scores `[N]` of one query, by its id."""
-        row: Floats = self.values[place_of(self.query_ids, query, "query")]
+        """Return the scores of one query.
+
+        Args:
+            query: Id of the query.
+
+        Returns:
+            Scores `[N]`.
+
+        Raises:
+            AttributionError: The query was not scored.
+        """
+        row: Floats = self.values[find_position(self.query_ids, query, "query")]
         return row
 
     @checked(AttributionError)
     def rank(self, *, query: int) -> Ids:
-        """The place `[N]` of every training row for one query: 1 helped most."""
+        """Return the rank of every training row for one query.
+
+        Args:
+            query: Id of the query.
+
+        Returns:
+            Ranks `[N]`; 1 helped most.
+        """
         places = np.empty(len(self.train_ids), np.int64)
         order = np.argsort(-self.of(query), kind="stable")
         places[order] = np.arange(1, len(order) + 1)
@@ -216,21 +287,31 @@ class Scores:
 
     @checked(AttributionError)
     def by_document(self, train: Any = None, *, queries: Any = None) -> Scores:
-        """Scores `[queries, documents]` of documents whose chunks are the rows: sums over chunks.
+        """Sum the scores of chunks to scores of documents `[queries, documents]`.
 
-        `train` `[N]` says which document each training row is of, `queries` `[Q]` the same of
-        queries; a document that is named again is the same one. Whole numbers are the new ids;
-        texts are the new labels, and ids count them. Documents come in the order in which they
-        are first named.
+        Args:
+            train: Document of each training row `[N]`. Integers are the new ids; texts are the new labels, and
+                the ids count them. Rows with the same value are one document; documents are in order of first
+                occurrence.
+            queries: Document of each query `[Q]`.
 
-        >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
-        >>> summed = scores.by_document([5, 4, 5])
-        >>> summed.train_ids.tolist(), summed.numpy().tolist()
-        ([5, 4], [[4.0, -2.0]])
+        Returns:
+            The summed scores.
+
+        Raises:
+            AttributionError: The number of documents differs from the number of rows.
+
+        Example:
+            >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
+            >>> summed = scores.by_document([5, 4, 5])
+            >>> summed.train_ids.tolist(), summed.numpy().tolist()
+            ([5, 4], [[4.0, -2.0]])
         """
         if train is None and queries is None:
             raise AttributionError(
-                "no documents were given", fix="scores.by_document(documents) with one for each row"
+                "by_document needs documents",
+                code="attribute.no_documents",
+                fix="Call scores.by_document(documents) with one document for each row.",
             )
         count, rows = self.shape
         columns = None if train is None else documents_of("documents", train, rows)
@@ -247,34 +328,46 @@ class Scores:
 
     @checked(AttributionError)
     def save(self, name: str, *, store: Store | None = None) -> None:
-        """Keep the scores in the store that they came from, or in another.
+        """Save the scores in a store; saving the same scores again does nothing.
 
-        Saving the same again is free; other scores under that name are refused. Costs their bytes,
-        streamed.
+        Args:
+            name: Name of the scores.
+            store: The store; by default the one they were computed from.
+
+        Raises:
+            AttributionError: There is no store, or the name is invalid.
+            SchemaMismatchError: Other scores have that name.
         """
         where = store or self.store
         if where is None:
-            raise AttributionError("no store to save to", fix="pass store=gk.open(...)")
+            raise AttributionError(
+                "there is no store to save to",
+                code="attribute.no_store",
+                fix="Pass store=gk.open(...).",
+            )
         save_scores(where, name, self)
 
     @classmethod
     @checked(AttributionError)
     def load(cls, store: Store, name: str, *, ids: Any = None) -> Scores:
-        """Read scores saved under a name; what does not fit in memory is mapped from disk.
+        """Load saved scores; those that do not fit in memory are mapped from disk.
 
         Args:
-            store: The store that they were saved in.
-            name: The name that they were saved under.
-            ids: Queries to read; all by default.
+            store: The store.
+            name: Name of the scores.
+            ids: Ids of queries to load; all by default.
+
+        Returns:
+            The scores.
 
         Raises:
-            AttributionError: There are no such scores, or a capture that they were computed from
-                holds other rows by now.
+            AttributionError: There are no such scores, or a capture that they were computed from holds other
+                rows now.
         """
         return load_scores(store, name, cls, ids)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`: a row per query id, a column per training id."""
+        """Return a `pandas.DataFrame` with a row per query id and a column per training id."""
         try:
             import pandas
         except ImportError as error:
@@ -285,7 +378,14 @@ class Scores:
 
     @checked(AttributionError)
     def to_arrow(self, *, k: int | None = None) -> Any:
-        """A `pyarrow.Table` of query, train and score; with `k` only the k most helpful of each."""
+        """Return a `pyarrow.Table` of query, train and score.
+
+        Args:
+            k: Only the `k` most helpful rows of each query; all by default.
+
+        Returns:
+            The table.
+        """
         if k is not None:
             _arguments.count("k", k, error=AttributionError, least=1)
         try:
@@ -302,14 +402,20 @@ class Scores:
 
     @checked(AttributionError)
     def plot(self, *, query: int, k: int = 10) -> Any:
-        """A `matplotlib` figure of the k rows that helped and that harmed a query most."""
+        """Plot the rows that helped and harmed a query most.
+
+        Args:
+            query: Id of the query.
+            k: Number of rows of each kind.
+
+        Returns:
+            A `matplotlib` figure.
+        """
         _arguments.count("k", k, error=AttributionError, least=1)
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise MissingExtraError(
-                "pictures need matplotlib", fix=install_hint("remat")
-            ) from error
+            raise MissingExtraError("plots need matplotlib", fix=install_hint("remat")) from error
         row = self.of(query)
         order = np.argsort(-row, kind="stable")
         order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])
@@ -336,8 +442,24 @@ class Scores:
             f"{self.train} at {at}; {self.scale}; {true}, positive helps)"
         )
 
+    def __len__(self) -> int:
+        """Return the number of queries."""
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index the values `[Q, N]` by position, like an array."""
+        return self.values[index]
+
+    def __iter__(self) -> Iterator[Floats]:
+        """Iterate over the scores `[N]` of each query."""
+        return iter(self.values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Convert to a numpy array `[Q, N]`."""
+        return np.array(self.values, dtype) if copy else np.asarray(self.values, dtype)
+
     def _repr_html_(self) -> str:
-        from gradkeep.attribution._shown_scores import show  # which knows what scores are
+        from gradkeep.attribution._show import show  # imports this module
 
         return show(self).html
 
@@ -350,32 +472,41 @@ class Scores:
 
 @checked(AttributionError)
 def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean") -> Scores:
-    """One set of scores `[Q, N]` from several of the same queries and rows.
+    """Combine several scores of the same queries and rows; costs C x Q x N (log N for ranks).
 
-    `mean`: each query's scores are centred and divided by their standard deviation, so that every
-    method counts the same, then averaged. `borda`: each query's rows are ranked, and their mean
-    rank is scaled to run from -1 to 1. Costs C x Q x N (log N for ranks).
+    Args:
+        scores: The scores.
+        how: `mean`: each query's scores are standardized, so that every method has the same weight, then
+            averaged. `borda`: each query's rows are ranked, and their mean rank is scaled to -1 to 1.
 
-    >>> from gradkeep.attribution._scores import Scores
-    >>> one = Scores(np.array([[1.0, 2.0, 9.0]], np.float32), np.array([0]), np.arange(3))
-    >>> combine([one, one], how="borda").values.tolist()
-    [[-1.0, 0.0, 1.0]]
+    Returns:
+        Combined scores `[Q, N]`.
+
+    Raises:
+        AttributionError: The scores are of different queries or rows.
+
+    Example:
+        >>> from gradkeep.attribution._scores import Scores
+        >>> one = Scores(np.array([[1.0, 2.0, 9.0]], np.float32), np.array([0]), np.arange(3))
+        >>> combine([one, one], how="borda").values.tolist()
+        [[-1.0, 0.0, 1.0]]
     """
-    if how not in ("mean", "borda"):
-        raise AttributionError(f"no way to combine called {how!r}", expected="'mean' or 'borda'")
     if len(scores) == 0:
-        raise AttributionError("no scores to combine")
+        raise AttributionError(
+            "there are no scores to combine", code="attribute.nothing_to_combine"
+        )
     first = scores[0]
     for other in scores[1:]:
         for part in ("query_ids", "train_ids"):
             if not np.array_equal(getattr(first, part), getattr(other, part)):
                 raise AttributionError(
                     f"scores of different {part.replace('_', ' ')} cannot be combined",
+                    code="attribute.different_ids",
                     found=f"{len(getattr(first, part))} and {len(getattr(other, part))}",
-                    fix="ask all methods about the same queries and training rows",
+                    fix="Use the same queries and training rows for all methods.",
                 )
     values = zeros_on_disk_or_in_memory(first.shape)
-    turn = _standard if how == "mean" else _places
+    turn = _standardize if how == "mean" else _rank_scaled
     for row in range(len(values)):
         values[row] = np.mean([turn(one.values[row]) for one in scores], 0)
     names = ", ".join(one.method for one in scores)
@@ -397,10 +528,10 @@ def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean")
     )
 
 
-def _standard(row: Floats) -> Any:
+def _standardize(row: Floats) -> Any:
     spread = float(row.std(dtype=np.float64))
     return (row - row.mean(dtype=np.float64)) / (spread or 1.0)
 
 
-def _places(row: Floats) -> Any:
+def _rank_scaled(row: Floats) -> Any:
     return 2 * ranks(row[:, None])[:, 0] / max(1, len(row) - 1) - 1

@@ -1,4 +1,4 @@
-"""Training rows whose labels are most likely wrong, and documents that fit worst."""
+"""`gk.suspects`: training rows whose labels are probably wrong, and documents that fit worst."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import whole_numbers
-from gradkeep.attribution._label_noise import checked_labels, checked_probabilities, label_noise
-from gradkeep.attribution._question import make_question
+from gradkeep._display import ResultTable, TableDisplay
+from gradkeep.attribution._label_noise import label_noise, validate_labels, validate_probabilities
+from gradkeep.attribution._question import build_question
 from gradkeep.attribution._registry import holds_sequences
 from gradkeep.attribution._row_features import column
 from gradkeep.errors import AttributionError
@@ -40,32 +41,64 @@ _DOCUMENT_MEASURES = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Suspects:
-    """Rows by how suspicious their labels are, the worst first."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Suspects(TableDisplay):
+    """Rows in the order of suspicion, the most suspicious first.
+
+    Attributes:
+        ids: Ids of the rows `[N]`.
+        values: Measure of suspicion `[N]`, decreasing.
+        labels: Captured labels `[N]`.
+        predicted: Most common prediction over the checkpoints `[N]`.
+        by: Name of the measure.
+        checkpoints: Checkpoints that were used.
+        noise: Estimated label noise; None without probabilities or for too few rows.
+        measure: Description of the values.
+        documents: True if rows are documents of a language model, which have no labels.
+    """
 
     ids: AnyArray
-    """`[N]`"""
     values: AnyArray
-    """`[N]`, falling"""
     labels: AnyArray | None
-    """`[N]`: the labels that were kept"""
     predicted: AnyArray | None
-    """`[N]`: what the model says most often over the checkpoints"""
     by: SuspicionMeasure
     checkpoints: tuple[str, ...]
     noise: LabelNoise | None = None
-    """How many labels are wrong, and which; None without probabilities, or of too few rows."""
     measure: str = ""
-    """What the values are, in words."""
     documents: bool = False
-    """Whether rows are documents of a language model, which have no labels to suspect."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def _table(self) -> ResultTable:
+        kind = "documents" if self.documents else "labels"
+        caption = f"{len(self)} rows, most suspicious {kind} first, by {self.measure or self.by}"
+        if self.noise is not None:
+            low, high = self.noise.rate_interval
+            caption += f"; {self.noise.rate:.1%} [{low:.1%}, {high:.1%}] of the labels are wrong"
+        columns, parts = ["row", self.by], [self.ids[:10], self.values[:10]]
+        for name, values in (("label", self.labels), ("predicted", self.predicted)):
+            if values is not None:
+                columns.append(name)
+                parts.append(values[:10])
+        rows = [
+            [f"{value:.4g}" if place == 1 else str(value) for place, value in enumerate(row)]
+            for row in zip(*parts, strict=True)
+        ]
+        return ResultTable(caption, columns, rows, len(self), frozenset(range(len(columns))))
+
     def flagged(self, precision: float = 0.8) -> AnyArray:
-        """The ids of the longest list of rows of which that share is expected to be wrong."""
+        """Return the ids of the longest list of rows with at least this expected share of wrong labels.
+
+        Args:
+            precision: Expected share of wrong labels.
+
+        Returns:
+            Ids of the flagged rows.
+
+        Raises:
+            AttributionError: There are no probabilities, or too few rows.
+        """
         noise = self._noise()
         threshold = noise.threshold(precision)
         order = np.argsort(-noise.wrong, kind="stable")
@@ -74,10 +107,11 @@ class Suspects:
     def _noise(self) -> LabelNoise:
         if self.noise is None:
             raise AttributionError(
-                "how many labels are wrong needs probabilities of at least 100 rows",
+                "label noise needs the probabilities of at least 100 rows",
+                code="attribute.no_noise",
                 found=f"{len(self)} rows at {', '.join(self.checkpoints) or 'no checkpoint'}",
-                fix='capture with keep="losses", which keeps them, or pass probabilities= and '
-                "labels= of cross-validation",
+                fix='Capture with keep="losses", or pass probabilities= and labels= of '
+                "cross-validation.",
             )
         return self.noise
 
@@ -95,73 +129,92 @@ def suspects(
     labels: Any = None,
     ids: Any = None,
 ) -> Suspects:
-    """All rows of a split, those with the most suspicious labels first.
+    """Rank all rows of a split by how suspicious their labels are.
 
-    `loss`: the mean loss over the checkpoints; from the middle of training it is the measure that
-    every other one has to beat. `self`: the squared length of a row's own gradient, summed over
-    the checkpoints. Both are read, not computed. `noise`: the probability that the label is wrong,
-    from the probabilities of all classes, which captures with `keep="losses"` have.
+    Documents of a language model have no labels, and their summed loss grows with their length. They are
+    ranked by their mean loss per token minus the mean of all documents at the same positions (`loss`), or by
+    the squared gradient of their mean loss per token (`self`).
 
-    Documents of a language model have no labels, and their summed loss grows with their length. They
-    are ranked by their mean loss per token, less the mean of all documents at the same positions
-    (`loss`), or by the squared gradient of their mean loss per token (`self`).
+    With probabilities, `.noise` estimates how many labels are wrong: `.noise.threshold(0.8)` gives the
+    longest list of which 80% are wrong, with an interval, and `.noise.confusion` the confused classes. Cost:
+    reading captured values, and with probabilities some seconds.
 
-    Without a store: `probabilities [N, C]` and `labels [N]` from anywhere, best out of fold, by models
-    that had not seen the row. With probabilities, `.noise` says how many labels are wrong,
-    `.noise.threshold(0.8)` how long a list can be of which 80 % are, with an interval, and
-    `.noise.confusion` what was taken for what. Cost: reading, and with probabilities some seconds.
+    Args:
+        store: The store or its path; or None if `probabilities` are passed.
+        train: Split of the rows.
+        by: `loss` (default with a store): mean loss over the checkpoints, the strongest simple measure in
+            the middle of training. `self`: squared norm of a row's gradient, summed over the checkpoints.
+            `noise` (default with probabilities): probability that the label is wrong, from the class
+            probabilities, which captures with `keep="losses"` hold.
+        checkpoints: Names of checkpoints; all by default.
+        run: Name of the run, or of several.
+        name: Name of the captures.
+        probabilities: Class probabilities `[N, C]` of models that have not seen the row.
+        labels: Labels `[N]` for `probabilities`.
+        ids: Ids `[N]` for `probabilities`; 0, 1, 2, ... by default.
 
-    >>> import gradkeep as gk, tempfile, torch
-    >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(2, 2, bias=False)
-    >>> model.weight.data = torch.eye(2)
-    >>> data = [(torch.eye(2)[[0, 1, 0]], torch.tensor([0, 1, 1]))]
-    >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train", keep="losses")
-    >>> suspects(store).ids[0]
-    np.int64(2)
+    Returns:
+        All rows, the most suspicious first.
+
+    Raises:
+        AttributionError: The captures do not hold what the measure needs.
+
+    Example:
+        >>> import gradkeep as gk, tempfile, torch
+        >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(2, 2, bias=False)
+        >>> model.weight.data = torch.eye(2)
+        >>> data = [(torch.eye(2)[[0, 1, 0]], torch.tensor([0, 1, 1]))]
+        >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train", keep="losses")
+        >>> suspects(store).ids[0]
+        np.int64(2)
     """
-    if by not in (None, "loss", "self", "noise"):
-        raise AttributionError(f"suspects by {by!r}", expected="'loss', 'self' or 'noise'")
     if (store is None) == (probabilities is None):
         raise AttributionError(
-            "suspects are found in a store, or in probabilities",
+            "suspects needs either a store or probabilities",
+            code="attribute.store_or_probabilities",
             found="neither" if store is None else "both",
-            fix="pass a store, or probabilities= [N, C] with labels= [N]",
+            fix="Pass a store, or probabilities= [N, C] with labels= [N].",
         )
     if store is None:
         return _by_probabilities(probabilities, labels, ids, by or "noise")
     if labels is not None or ids is not None:
-        raise AttributionError("labels= and ids= go with probabilities=; a store has its own")
+        raise AttributionError(
+            "labels= and ids= need probabilities=", code="attribute.labels_without_probabilities"
+        )
     opened = open_store(store, create=False)
-    question = make_question(
+    question = build_question(
         opened, queries=train, train=train, name=name, run=run, checkpoints=checkpoints
     )
-    every = question.at()
-    blocks = [one.train_block for one in every]
+    views = question.at()
+    blocks = [one.train_block for one in views]
     noise = _noise_in(blocks)
     documents = any(holds_sequences(block.schema) for block in blocks)
     if by == "noise":
         if noise is None:
             raise AttributionError(
-                "suspects by noise need the probabilities of all classes of at least 100 rows",
+                "suspects by noise need the class probabilities of at least 100 rows",
+                code="attribute.no_noise",
                 path=blocks[0].path,
-                fix='capture with keep="losses", under another name=',
+                fix='Capture with keep="losses" under another name=.',
             )
         values = noise.wrong
     else:
         measure = _document_measure if documents else _measure
-        total = sum(np.asarray(measure(one, by or "loss"), np.float64) for one in every)
-        values = np.asarray(total) / (1 if by == "self" else len(every))
-    kept = blocks[0].column("label") if "label" in blocks[0].names else None
-    # The commonest prediction of all checkpoints; of equals, the last.
-    said = [b.column("predicted") for b in reversed(blocks) if "predicted" in b.names]
+        total = sum(np.asarray(measure(one, by or "loss"), np.float64) for one in views)
+        values = np.asarray(total) / (1 if by == "self" else len(views))
+    captured_labels = blocks[0].column("label") if "label" in blocks[0].names else None
+    # The most common prediction of all checkpoints; the last one if there is a tie.
+    predictions = [b.column("predicted") for b in reversed(blocks) if "predicted" in b.names]
     commonest = (
-        [Counter(row).most_common(1)[0][0] for row in np.stack(said).T.tolist()] if said else []
+        [Counter(row).most_common(1)[0][0] for row in np.stack(predictions).T.tolist()]
+        if predictions
+        else []
     )
     return _ordered(
         ids=blocks[0].ids,
         values=values,
-        labels=kept,
-        predicted=np.array(commonest) if said else None,
+        labels=captured_labels,
+        predicted=np.array(commonest) if predictions else None,
         by=by or "loss",
         checkpoints=tuple(str(place) for place in question.checkpoints),
         noise=noise,
@@ -170,29 +223,38 @@ def suspects(
 
 
 def _by_probabilities(probabilities: Any, labels: Any, ids: Any, by: SuspicionMeasure) -> Suspects:
-    given = checked_probabilities(probabilities)
+    p = validate_probabilities(probabilities)
     if labels is None:
-        raise AttributionError("probabilities= need labels=", expected=f"[{len(given)}]")
-    own = checked_labels(labels, *given.shape)
+        raise AttributionError(
+            "probabilities= needs labels=",
+            code="attribute.probabilities_without_labels",
+            expected=f"[{len(p)}]",
+        )
+    own = validate_labels(labels, *p.shape)
     numbers = np.arange(len(own))
     if ids is not None:
         numbers = whole_numbers("ids", ids, error=AttributionError)
     if len(numbers) != len(own):
-        raise AttributionError("every row needs one id", found=f"{len(numbers)} for {len(own)}")
-    noise = label_noise(given, own, held_out=True)
+        raise AttributionError(
+            "every row needs one id",
+            code="attribute.wrong_ids",
+            found=f"{len(numbers)} ids for {len(own)} rows",
+        )
+    noise = label_noise(p, own, held_out=True)
     if by == "self" or (by == "noise" and noise is None):
         raise AttributionError(
-            f"suspects by {by!r} cannot be found in these probabilities",
+            f"suspects by {by!r} cannot be computed from these probabilities",
+            code="attribute.measure_unavailable",
             found=f"{len(own)} rows",
             expected="a store of gradients" if by == "self" else "at least 100 rows, two classes",
-            fix="pass by='loss'",
+            fix="Pass by='loss'.",
         )
-    losses = -np.log(np.clip(given[np.arange(len(own)), own], 1e-12, 1))
+    losses = -np.log(np.clip(p[np.arange(len(own)), own], 1e-12, 1))
     return _ordered(
         ids=numbers,
         values=losses if by == "loss" or noise is None else noise.wrong,
         labels=own,
-        predicted=given.argmax(1),
+        predicted=p.argmax(1),
         by=by,
         checkpoints=(),
         noise=noise,
@@ -225,7 +287,7 @@ def _ordered(
 
 
 def _noise_in(blocks: Sequence[Block]) -> LabelNoise | None:
-    """What the mean probabilities over the checkpoints tell."""
+    """Estimate label noise from the mean probabilities over the checkpoints."""
     if not all({"probabilities", "label"} <= set(block.names) for block in blocks):
         return None
     mean = sum(np.asarray(block.column("probabilities"), np.float64) for block in blocks)
@@ -239,13 +301,14 @@ def _measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
 
 
 def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
-    """What documents `[N]` are ranked by; neither measure grows with their length."""
+    """Compute the measure of documents `[N]`; neither measure grows with their length."""
     block = at.train_block
     if "token_loss" not in block.names:
         raise AttributionError(
-            "documents are ranked by their loss per token, which this capture does not keep",
+            "documents are ranked by their loss per token, which this capture does not hold",
+            code="attribute.missing_column",
             path=block.path,
-            fix='capture the split with keep="losses" under another name=, and pass that name=',
+            fix='Capture the split with keep="losses" under another name=, and pass that name=.',
         )
     rows = block.column("token_loss")
     lengths = np.array([len(row) for row in rows])
@@ -257,8 +320,7 @@ def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
     positions = np.arange(len(losses)) - np.repeat(starts, lengths)
     counts = np.bincount(positions)
     means = np.bincount(positions, losses) / np.maximum(counts, 1)
-    # Documents that must reach a position for its mean; later positions take that of the last
-    # one.
+    # Positions that fewer than 8 documents reach use the mean of the last earlier position.
     last = max(0, int((counts >= 8).sum()) - 1)
     excess = losses - means[np.minimum(positions, last)]
     summed = np.bincount(np.repeat(np.arange(len(rows)), lengths), excess, len(rows))

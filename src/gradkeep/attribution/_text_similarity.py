@@ -1,4 +1,4 @@
-"""How many rare words two texts share: what gradients of language models are to be set beside."""
+"""`gk.text_similarity`: TF-IDF and BM25 baselines for attribution of language models."""
 
 from __future__ import annotations
 
@@ -27,35 +27,56 @@ def text_similarity(
     query_ids: Any = None,
     train_ids: Any = None,
 ) -> Scores:
-    """How many rare words texts share, by runs of up to `words` words or tokens: scores without a model.
+    """Score pairs of texts by shared rare words, without a model.
 
-    `tfidf`: cosines of TF-IDF vectors; `bm25`: Okapi BM25, as search engines rank.
+    Often as good as gradients on applied questions: compare with it, or combine it by `gk.combine`. Cost: one
+    pass over the texts and a sparse product.
 
-    On applied questions this often does as well as gradients: show it beside them, or mix it in with
-    `gk.combine`. Ids default to places. Cost: one pass over the texts and a sparse product.
+    Args:
+        queries: Texts or token ids of the queries.
+        train: Texts or token ids of the training rows.
+        words: Largest length of n-grams of words or tokens.
+        how: `tfidf`: cosines of TF-IDF vectors; `bm25`: Okapi BM25.
+        query_ids: Ids of the queries; 0, 1, 2, ... by default.
+        train_ids: Ids of the training rows; 0, 1, 2, ... by default.
 
-    >>> found = text_similarity(["the cat sat"], ["a dog ran", "the cat ran"])
-    >>> found.top(1, query=0).ids.tolist()
-    [1]
+    Returns:
+        Scores `[queries, train]`.
+
+    Raises:
+        AttributionError: There are no words, or the number of ids is wrong.
+        MissingExtraError: scikit-learn or bm25s is not installed.
+
+    Example:
+        >>> scores = text_similarity(["the cat sat"], ["a dog ran", "the cat ran"])
+        >>> scores.top(1, query=0).ids.tolist()
+        [1]
     """
     _arguments.count("words", words, error=AttributionError, least=1, most=8)
     sides = [_split(name, texts) for name, texts in (("queries", queries), ("train", train))]
     if not any(sides[1]):
-        raise AttributionError("the training texts hold no words", found=len(train))
-    asked, known = ([_runs(row, words) for row in side] for side in sides)
-    values = _cosines(asked, known) if how == "tfidf" else _okapi(asked, known)
+        raise AttributionError(
+            "the training texts hold no words",
+            code="attribute.no_words",
+            found=f"{len(train)} texts",
+        )
+    query_grams, train_grams = ([_ngrams(row, words) for row in side] for side in sides)
+    score = _cosines if how == "tfidf" else _okapi
+    values = score(query_grams, train_grams)
     ids = [
         np.arange(len(side))
-        if given is None
-        else _arguments.whole_numbers(name, given, error=AttributionError)
-        for name, side, given in zip(
+        if passed is None
+        else _arguments.whole_numbers(name, passed, error=AttributionError)
+        for name, side, passed in zip(
             ("query_ids", "train_ids"), sides, (query_ids, train_ids), strict=True
         )
     ]
     for name, side, own in zip(("query_ids", "train_ids"), sides, ids, strict=True):
         if len(own) != len(side):
             raise AttributionError(
-                f"{name} must be one for each text", found=f"{len(own)} for {len(side)} texts"
+                f"{name} must have one id for each text",
+                code="attribute.wrong_ids",
+                found=f"{len(own)} ids for {len(side)} texts",
             )
     return Scores(
         values,
@@ -66,7 +87,7 @@ def text_similarity(
     )
 
 
-def _cosines(asked: list[list[str]], known: list[list[str]]) -> Any:
+def _cosines(queries: list[list[str]], train: list[list[str]]) -> Any:
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError as error:
@@ -74,20 +95,20 @@ def _cosines(asked: list[list[str]], known: list[list[str]]) -> Any:
             "similarity of texts needs scikit-learn", fix=install_hint("demo")
         ) from error
     counter = TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
-    rows = counter.fit_transform(known)
-    return (counter.transform(asked) @ rows.T).toarray().astype(np.float32)
+    rows = counter.fit_transform(train)
+    return (counter.transform(queries) @ rows.T).toarray().astype(np.float32)
 
 
-def _okapi(asked: list[list[str]], known: list[list[str]]) -> Any:
+def _okapi(queries: list[list[str]], train: list[list[str]]) -> Any:
     try:
         import bm25s
     except ImportError as error:
         raise MissingExtraError("BM25 needs bm25s", fix=install_hint("text")) from error
     index = bm25s.BM25()
-    index.index(known, show_progress=False)
-    vocabulary = {word for row in known for word in row}
-    out = np.zeros((len(asked), len(known)), np.float32)
-    for row, words in enumerate(asked):
+    index.index(train, show_progress=False)
+    vocabulary = {word for row in train for word in row}
+    out = np.zeros((len(queries), len(train)), np.float32)
+    for row, words in enumerate(queries):
         shared = [word for word in words if word in vocabulary]
         if shared:
             out[row] = index.get_scores(shared)
@@ -97,20 +118,22 @@ def _okapi(asked: list[list[str]], known: list[list[str]]) -> Any:
 def _split(name: str, texts: Texts) -> list[list[str]]:
     if isinstance(texts, str) or not len(texts):
         raise AttributionError(
-            f"{name} must be a list of texts, or of token ids", found=repr(texts)[:60]
+            f"{name} must be a list of texts, or of token ids",
+            code="attribute.not_texts",
+            found=repr(texts)[:60],
         )
-    found = []
+    words_of_texts = []
     for text in texts:
         if isinstance(text, str):
-            found.append(text.lower().split())
+            words_of_texts.append(text.lower().split())
         else:
             ids = _arguments.whole_numbers(name, text, error=AttributionError, least=-(2**62))
-            found.append([str(token) for token in ids.tolist()])
-    return found
+            words_of_texts.append([str(token) for token in ids.tolist()])
+    return words_of_texts
 
 
-def _runs(row: list[str], words: int) -> list[str]:
-    """All runs of one to so many words."""
+def _ngrams(row: list[str], words: int) -> list[str]:
+    """Return all n-grams of up to `words` words."""
     return [
         " ".join(row[at : at + length])
         for length in range(1, words + 1)

@@ -1,4 +1,4 @@
-"""Choosing a damping by what models that were trained on subsets really did."""
+"""Choose an option by the outcomes of models that were trained on subsets."""
 
 from __future__ import annotations
 
@@ -25,101 +25,110 @@ if TYPE_CHECKING:
 AUTO = "auto"
 MASKS = "masks"
 FALLING = "falling"
-"""The fingerprint of outputs that are smaller where a query is answered better, such as losses."""
+"""Fingerprint of outputs that are smaller for better answers, such as losses."""
 HALVES = "halves"
-"""The fingerprint of subset models that are a ground truth: every second subset is for reporting."""
+"""Fingerprint of subset models that are a ground truth: every second subset is for reporting."""
 _RETRAINED = ".removals."
-"""In the names of models that were trained without chosen rows: what they say is no random outcome."""
+"""Part of the names of models that were trained without chosen rows, which are not random subsets."""
 LEAST = 10
-"""Fewer subset models than this choose nothing."""
+"""Least number of subset models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubsetOutcomes:
-    """Models trained on subsets: which rows each saw, and what it said of the queries."""
+    """Models trained on subsets: their training rows and their outputs on the queries."""
 
     name: str
     masks: AnyArray
     """`[m, N]` bool"""
     outputs: AnyArray
-    """`[m, Q]`, larger where the query is answered better"""
+    """`[m, Q]`, larger for better answers"""
 
 
 def subset_digests(masks: AnyArray) -> tuple[str, ...]:
-    """A short name for each subset `[m, N]`: what tells whether two sets of models share some."""
-    given = _arguments.array("masks", masks, error=AttributionError)
-    if given.ndim != 2:
-        raise AttributionError("subsets are [m, N]", found=f"shape {list(given.shape)}")
-    packed = np.packbits(given.astype(bool), axis=1)
+    """Compute a short digest of each subset `[m, N]`, to detect shared subsets."""
+    subsets = _arguments.array("masks", masks, error=AttributionError)
+    if subsets.ndim != 2:
+        raise AttributionError(
+            "masks must be two-dimensional",
+            code="attribute.wrong_shape",
+            found=f"shape {list(subsets.shape)}",
+            expected="[m, N]",
+        )
+    packed = np.packbits(subsets.astype(bool), axis=1)
     return tuple(xxhash.xxh3_64_hexdigest(row.tobytes()) for row in packed)
 
 
-def wants_choice(method: Method, told: Any) -> bool:
-    """Whether an option of the method was left to be chosen."""
-    value = None if method.tuned is None else getattr(told, method.tuned)
+def wants_choice(method: Method, options: Any) -> bool:
+    """Return True if an option of the method is "auto"."""
+    value = None if method.tuned is None else getattr(options, method.tuned)
     return isinstance(value, str) and value == AUTO
 
 
 def choose_option(
     method: Method,
     question: AttributionQuestion,
-    told: Any,
+    options: Any,
     compute: Callable[[Any], Scores],
     subsets: Any,
 ) -> Scores:
-    """The scores of the candidate that predicts the outcomes of subsets best, and why.
+    """Return the scores of the candidate that predicts the outcomes of subsets best.
 
-    For each query the outputs of the subset models are correlated, by ranks, with the sums of the
-    scores of the rows that they saw; the mean over queries decides. One number is chosen by m
-    outcomes per query, so that it is hardly fitted to them.
+    For each query the outputs of the subset models are rank-correlated with the sums of the scores of their
+    training rows; the candidate with the largest mean over queries wins. One number is chosen by m outcomes
+    per query, so overfitting is negligible.
     """
     assert method.tuned is not None
-    found = subset_outcomes(question, subsets)
+    outcomes = subset_outcomes(question, subsets)
     best: tuple[float, float, Scores] | None = None
     for value in method.candidates:
-        scores = compute(dataclasses.replace(told, **{method.tuned: value}))
-        fit = abs(agreement(scores.values, found))
+        scores = compute(dataclasses.replace(options, **{method.tuned: value}))
+        fit = abs(agreement(scores.values, outcomes))
         if best is None or fit > best[0]:
             best = fit, value, scores
     assert best is not None
     fit, value, scores = best
     why = (
         f"{method.tuned} {value:g} of {', '.join(f'{v:g}' for v in method.candidates)}, by the "
-        f"outcomes of {len(found.masks)} models of {found.name} (rank correlation {fit:.3f})"
+        f"outcomes of {len(outcomes.masks)} models of {outcomes.name} (rank correlation {fit:.3f})"
     )
-    return dataclasses.replace(scores, chosen=why, chosen_on=subset_digests(found.masks))
+    return dataclasses.replace(scores, chosen=why, chosen_on=subset_digests(outcomes.masks))
 
 
-def agreement(scores: AnyArray, found: SubsetOutcomes) -> float:
-    """The mean over queries of the rank correlation of predicted and true outcomes."""
-    predicted = found.masks.astype(np.float32) @ np.asarray(scores).T
-    return float(np.nan_to_num(column_correlations(predicted, found.outputs)).mean())
+def agreement(scores: AnyArray, outcomes: SubsetOutcomes) -> float:
+    """Return the mean over queries of the rank correlation of predicted and true outcomes."""
+    predicted = outcomes.masks.astype(np.float32) @ np.asarray(scores).T
+    return float(np.nan_to_num(column_correlations(predicted, outcomes.outputs)).mean())
 
 
-def subset_outcomes(question: AttributionQuestion, wanted: Any) -> SubsetOutcomes:
-    """The outcomes `[m, Q]` of subset models: a set in the store, or given as (masks, outputs).
+def subset_outcomes(question: AttributionQuestion, subsets: Any) -> SubsetOutcomes:
+    """Return the outcomes `[m, Q]` of subset models: a set in the store, or (masks, outputs).
 
-    Of a ground truth, in the store or given, only the half that is for choosing is looked at.
+    Of a ground truth only the half for choosing is used.
     """
     at = question.at()[0]
-    rows, asked = len(at.train_block), len(at.query_block)
-    wanted = getattr(wanted, "choosing", wanted)
-    if isinstance(wanted, SubsetOutcomes):
-        name, masks, outputs = wanted.name, wanted.masks, wanted.outputs
-    elif wanted is not None and not isinstance(wanted, str):
-        masks, outputs = (np.asarray(part) for part in wanted)
-        name = "the given subsets"
+    rows, num_queries = len(at.train_block), len(at.query_block)
+    subsets = getattr(subsets, "choosing", subsets)
+    if isinstance(subsets, SubsetOutcomes):
+        name, masks, outputs = subsets.name, subsets.masks, subsets.outputs
+    elif subsets is not None and not isinstance(subsets, str):
+        masks, outputs = (np.asarray(part) for part in subsets)
+        name = "the passed subsets"
     else:
-        name, masks, outputs = _from_store(question, wanted, rows, asked)
-    if masks.shape != (len(masks), rows) or outputs.shape != (len(masks), asked):
+        name, masks, outputs = _from_store(question, subsets, rows, num_queries)
+    if masks.shape != (len(masks), rows) or outputs.shape != (len(masks), num_queries):
         raise AttributionError(
-            "the subsets are of other rows or queries",
+            "the subsets have other rows or queries",
+            code="attribute.wrong_subsets",
             found=f"masks {list(masks.shape)}, outputs {list(outputs.shape)}",
-            expected=f"[m, {rows}] and [m, {asked}], in the order of the captures",
+            expected=f"[m, {rows}] and [m, {num_queries}], in the order of the captures",
         )
     if len(masks) < LEAST:
         raise AttributionError(
-            "too few subset models to choose by", found=len(masks), expected=f"{LEAST} or more"
+            "there are too few subset models to choose an option",
+            code="attribute.few_subsets",
+            found=len(masks),
+            expected=f"at least {LEAST}",
         )
     return SubsetOutcomes(
         name, masks.astype(bool), outputs[:, question.positions].astype(np.float64)
@@ -127,43 +136,50 @@ def subset_outcomes(question: AttributionQuestion, wanted: Any) -> SubsetOutcome
 
 
 def _subset_models(store: Store) -> list[str]:
-    """The sets of rows that can be of random subsets, ground truths first."""
+    """List the row sets that can hold models of random subsets, ground truths first."""
     random = [name for name in store.row_sets() if _RETRAINED not in name]
     return sorted(random, key=lambda name: not store.rows(name).schema.fingerprints.get(HALVES))
 
 
 def _from_store(
-    question: AttributionQuestion, wanted: str | None, rows: int, asked: int
+    question: AttributionQuestion, set_name: str | None, rows: int, num_queries: int
 ) -> tuple[str, AnyArray, AnyArray]:
     store = question.store
-    for name in _subset_models(store) if wanted is None else [wanted]:
+    for name in _subset_models(store) if set_name is None else [set_name]:
         if name not in store.row_sets():
             raise AttributionError(
-                f"no subset models {name!r}", found=", ".join(store.row_sets()) or "none"
+                f"there are no subset models {name!r}",
+                code="attribute.unknown_subsets",
+                found=", ".join(store.row_sets()) or "none",
             )
-        found = store.rows(name)
-        by_name = {array.name: array for array in found.schema.arrays}
+        models = store.rows(name)
+        by_name = {array.name: array for array in models.schema.arrays}
         fitting = [
             array.name
             for array in by_name.values()
-            if array.shape == (asked,) and array.dtype.startswith("float")
+            if array.shape == (num_queries,) and array.dtype.startswith("float")
         ]
         if MASKS in by_name and by_name[MASKS].shape == (rows,) and len(fitting) == 1:
-            told = found.schema.fingerprints
-            done = found.done()
-            subset = done // int(told.get("repeats") or 1)
-            if told.get(HALVES):
+            fingerprints = models.schema.fingerprints
+            done = models.done()
+            subset = done // int(fingerprints.get("repeats") or 1)
+            if fingerprints.get(HALVES):
                 done, subset = done[subset % 2 == 0], subset[subset % 2 == 0]
-            read = found.read(done, [MASKS, fitting[0]])
+            read = models.read(done, [MASKS, fitting[0]])
             _, first, which = np.unique(subset, return_index=True, return_inverse=True)
-            # One outcome for each subset: the mean over the models that saw it.
-            outputs = np.zeros((len(first), asked))
+            # One outcome for each subset: the mean over its models.
+            outputs = np.zeros((len(first), num_queries))
             np.add.at(outputs, which, np.asarray(read[fitting[0]], np.float64))
             outputs /= np.bincount(which)[:, None]
-            return name, np.asarray(read[MASKS])[first], -outputs if told.get(FALLING) else outputs
+            return (
+                name,
+                np.asarray(read[MASKS])[first],
+                -outputs if fingerprints.get(FALLING) else outputs,
+            )
     raise AttributionError(
-        "nothing to choose by: the store holds no subset models of these rows and queries",
+        "the store holds no subset models of these rows and queries to choose an option",
+        code="attribute.no_subsets",
         path=store.location,
-        fix="train some with gk.datamodels.Study(store, ...), pass subsets=(masks, outputs), or a "
-        "number in place of 'auto'",
+        fix="Train some with gk.datamodels.Study(store, ...), pass subsets=(masks, outputs), or pass "
+        "a number instead of 'auto'.",
     )

@@ -331,8 +331,7 @@ class RowAudit:
             )  # the model uses a precision of its own
 
     def _recapture(self, batch: Any, part: slice, within: float) -> _Differences:
-        """Capture the whole batch again, and compare some of its rows with the same rows run
-        alone."""
+        """Capture the whole batch again, and compare some of its rows with the same rows run alone."""
         if self.tracer is None:
             losses, _ = run_rows(self.model, self.task, batch, slice(0, batch_size(batch)))
             return self._differences(batch, losses, None, part, within)
@@ -387,8 +386,7 @@ def check_first_rows(
 
 @contextlib.contextmanager
 def _in_double(model: nn.Module) -> Iterator[None]:
-    """Run the block with the model in double precision; restore parameters and buffers
-    afterwards."""
+    """Run the block with the model in double precision; restore parameters and buffers afterwards."""
     parameters = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
     buffers = [
         (module, name, buffer)

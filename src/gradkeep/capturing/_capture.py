@@ -13,8 +13,10 @@ from gradkeep._arguments import count, flag, instance, number, one_of, optional,
 from gradkeep._preview import Preview
 from gradkeep.capturing._distributed import DistributedCapture
 from gradkeep.capturing._first_batch import CaptureSettings
-from gradkeep.capturing._readiness import uncompiled
+from gradkeep.capturing._loader import as_loader
+from gradkeep.capturing._readiness import moved_to, uncompiled
 from gradkeep.capturing._replay import CaptureRequest, Replay
+from gradkeep.capturing._report import CapturedList
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+    from torch.utils.data import Dataset
 
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._loader import Columns, Ids
@@ -61,13 +64,15 @@ class CaptureOptions(TypedDict, total=False):
     workers: int | None
     engine: Engine | None
     progress: bool
+    batch_size: int | None
+    device: str | torch.device | None
 
 
 @overload
 def capture(
     store: Store | str | os.PathLike[str],
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Dataset[Any],
     *,
     task: Task,
     split: str,
@@ -80,19 +85,19 @@ def capture(
 def capture(
     store: Store | str | os.PathLike[str],
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Dataset[Any],
     *,
     task: Task,
     split: str,
     checkpoints: Checkpoints,
     **options: Unpack[CaptureOptions],
-) -> list[Captured]: ...
+) -> CapturedList: ...
 
 
 def capture(
     store: Store | str | os.PathLike[str],
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Dataset[Any],
     *,
     task: Task,
     split: str,
@@ -105,7 +110,7 @@ def capture(
     tolerance: float = 0.0,
     of: GradientOf | None = None,
     uncovered: Uncovered = "dense",
-    mode: Mode | None = None,
+    mode: Mode | None = "eval",
     ids: Ids | None = None,
     embeddings: Sequence[str] = (),
     columns: Columns | None = None,
@@ -117,7 +122,9 @@ def capture(
     workers: int | None = None,
     engine: Engine | None = None,
     progress: bool = True,
-) -> Captured | list[Captured]:
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+) -> Captured | CapturedList:
     """Replay a model over a loader and store every sample's gradients, loss, output and label.
 
     Cost: about one forward and backward pass, without the gradients of weights (with `keep="losses"`: one
@@ -130,7 +137,8 @@ def capture(
     Args:
         store: Store, or the path of one, to write to.
         model: Model with the weights to capture; `torch.compile`d models are unwrapped.
-        loader: Iterable of batches with a fixed order, such as a `DataLoader` with `shuffle=False`.
+        loader: Iterable of batches with a fixed order, such as a `DataLoader` with `shuffle=False`; or a map-style
+            data set, which is read in batches of `batch_size`.
         task: Computes the loss, and optionally an output, of each sample.
         split: Name of this data set, such as `"train"`.
         checkpoints: Name for the weights that the model has now; or a mapping of names to state dicts,
@@ -150,8 +158,8 @@ def capture(
             together with its slope, else the loss.
         uncovered: What to do with parameters without a factor rule: `"dense"` stores their whole
             gradients, `"skip"` leaves them out, `"error"` raises.
-        mode: `"eval"` or `"train"` during the capture; None leaves the model's mode, and raises if it
-            would make gradients random or depend on the batch.
+        mode: `"eval"` or `"train"` during the capture; the model's own mode is restored afterwards. None leaves
+            the model's mode, and raises if it would make gradients random or depend on the batch.
         ids: Ids of all samples in order, the key or index of the ids in a batch, or a function of the
             batch; None numbers the samples from 0.
         embeddings: Paths of modules whose outputs are stored as embeddings.
@@ -171,6 +179,8 @@ def capture(
             with as many threads.
         engine: Runs the workers elsewhere, such as `gk.farm.engine("ray", address="auto")`.
         progress: Show a progress bar.
+        batch_size: Samples per batch of a data set; 64 by default.
+        device: Device to run on, such as `"cuda"`; the model is moved there and back.
 
     Returns:
         A report of the capture; a list of reports if `checkpoints` is a mapping.
@@ -198,6 +208,7 @@ def capture(
         )
     instance("model", model, torch.nn.Module, error=CaptureError, expected="a torch.nn.Module")
     model = uncompiled(model)
+    batches = as_loader(loader, batch_size)
     flag("resume", resume, error=CaptureError)
     flag("progress", progress, error=CaptureError)
     optional(count, "step", step, error=CaptureError)
@@ -208,7 +219,7 @@ def capture(
     keys = [gs.CaptureKey(label, split, run, name) for label in named]
     request = CaptureRequest(
         model=model,
-        loader=loader,
+        loader=batches,
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=texts("embeddings", embeddings, error=CaptureError),
@@ -221,22 +232,23 @@ def capture(
     check_place(workers, engine, least=1)
     shared = workers is not None or engine is not None
     distributed = DistributedCapture(request, workers, engine) if shared else None
-    replay = Replay(request, gs.open(store), resume=resume, progress=progress)
-    if isinstance(checkpoints, str):
-        return replay.capture(keys[0], step=step, lr=lr, distributed=distributed)
-    original = {key: value.clone() for key, value in model.state_dict().items()}
-    reports = []
-    try:
-        for key, entry in zip(keys, checkpoints.values(), strict=True):
-            weights = entry if isinstance(entry, Weights) else Weights(entry)
-            model.load_state_dict(original)  # adapters are put on the model's own base
-            put_weights(model, load_weights(weights.source), name=key.checkpoint)
-            reports.append(
-                replay.capture(key, step=weights.step, lr=weights.lr, distributed=distributed)
-            )
-    finally:
-        model.load_state_dict(original)
-    return reports
+    with moved_to(model, device):
+        replay = Replay(request, gs.open(store), resume=resume, progress=progress)
+        if isinstance(checkpoints, str):
+            return replay.capture(keys[0], step=step, lr=lr, distributed=distributed)
+        original = {key: value.clone() for key, value in model.state_dict().items()}
+        reports = CapturedList()
+        try:
+            for key, entry in zip(keys, checkpoints.values(), strict=True):
+                weights = entry if isinstance(entry, Weights) else Weights(entry)
+                model.load_state_dict(original)  # adapters are put on the model's own base
+                put_weights(model, load_weights(weights.source), name=key.checkpoint)
+                reports.append(
+                    replay.capture(key, step=weights.step, lr=weights.lr, distributed=distributed)
+                )
+        finally:
+            model.load_state_dict(original)
+        return reports
 
 
 def _validate_checkpoints(checkpoints: object) -> Checkpoints:

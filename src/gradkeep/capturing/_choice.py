@@ -275,8 +275,7 @@ def moment_bytes(forms: Iterable[AnyForm]) -> float:
 
 
 def moment_values(form: AnyForm, side: int) -> float:
-    """Return the number of values of one side's moments: the diagonal for tokens and very long
-    sides."""
+    """Return the number of values of one side's moments: the diagonal for tokens and very long sides."""
     tokens = form.kind in _TABLES and side == block_sizes([form])[0][1]
     return float(side) if tokens or side > WIDE else float(side) ** 2
 

@@ -1,5 +1,4 @@
-"""Cost of a capture before it runs: bytes per row, seconds and memory, from shapes and one timed
-sample."""
+"""Cost of a capture before it runs: bytes per row, seconds and memory, from shapes and one timed sample."""
 
 from __future__ import annotations
 

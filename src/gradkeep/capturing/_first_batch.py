@@ -452,7 +452,6 @@ def segment_rows(row_bytes: float, size: int, *, coordinates: bool = False) -> i
 
 
 def segment_bytes(budget: int | None) -> int:
-    """Return the bytes of a segment: small enough to lose little work, and two of them fit the
-    budget."""
+    """Return the bytes of a segment: small enough to lose little work, and two of them fit the budget."""
     usual = 32 << 20
     return usual if budget is None else max(1, min(usual, budget // _SEGMENT_SHARE // 2))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from gradkeep._arguments import instance, text, texts, whole_numbers, writable
+from gradkeep._arguments import count, instance, text, texts, whole_numbers, writable
 from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._order import LoaderOrder, batches_within, find_order, iter_batches
@@ -377,3 +377,24 @@ def _split_ids(batch: Any, ids: Any) -> tuple[Any, Any]:
         return {key: value for key, value in batch.items() if key != ids}, values
     at = range(len(batch))[int(ids)]
     return tuple(item for place, item in enumerate(batch) if place != at), values
+
+
+def as_loader(loader: Any, batch_size: int | None) -> Any:
+    """Return the loader; wrap a map-style data set in a `DataLoader` of `batch_size`."""
+    is_dataset = isinstance(loader, torch.utils.data.Dataset) and not isinstance(
+        loader, torch.utils.data.IterableDataset
+    )
+    if batch_size is None and not is_dataset:
+        return loader
+    size = (
+        64 if batch_size is None else count("batch_size", batch_size, error=CaptureError, least=1)
+    )
+    indexed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+    if not indexed or isinstance(loader, torch.utils.data.DataLoader):
+        raise CaptureError(
+            "batch_size is for data sets",
+            code="capture.batch_size_of_loader",
+            found=type(loader).__name__,
+            fix="Leave out batch_size=, or pass a map-style data set instead of a loader.",
+        )
+    return torch.utils.data.DataLoader(loader, batch_size=size)

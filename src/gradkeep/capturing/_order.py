@@ -81,8 +81,7 @@ def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, I
 
 
 def _among(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
-    """Return the range of batches with samples of `[start, stop)`, and the place of the first
-    one."""
+    """Return the range of batches with samples of `[start, stop)`, and the place of the first one."""
     ends = np.cumsum(sizes)
     first = int(np.searchsorted(ends, start, side="right"))
     last = int(np.searchsorted(ends, stop, side="left")) + 1
@@ -169,8 +168,7 @@ def _iter_with_indices(loader: Any, places: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_sliced(loader: Any) -> bool:
-    """Return True if the batches are consecutive slices of tensors, by torch's own classes
-    alone."""
+    """Return True if the batches are consecutive slices of tensors, by torch's own classes alone."""
     data = loader.dataset
     return (
         type(loader) is DataLoader
@@ -221,8 +219,7 @@ class LoaderOrder:
     """The sampler's indices of all samples; None if there are none, or not always the same."""
 
     def iter_checked(self) -> Iterator[Any]:
-        """Iterate over the batches of a pass; raise before the first one if it begins
-        differently."""
+        """Iterate over the batches of a pass; raise before the first one if it begins differently."""
         delivered = iter_batches(self.loader, self.places)
         begin = list(itertools.islice(delivered, len(self.first_digests)))
         for before, batch in zip(self.first_digests, begin, strict=False):

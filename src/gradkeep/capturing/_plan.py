@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradkeep import _arguments
 from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep._display import text_table
+from gradkeep._display import TextDisplay, text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
 from gradkeep.capturing._cost import (
     CaptureCost,
@@ -250,8 +250,8 @@ class PlannedLayer:
     alternatives: dict[Compute, float]
 
 
-@dataclass(frozen=True, slots=True)
-class CapturePlan:
+@dataclass(frozen=True, slots=True, repr=False)
+class CapturePlan(TextDisplay):
     """Predicted cost of a capture and its queries; prints as a table.
 
     Attributes:
@@ -343,7 +343,30 @@ class CapturePlan:
         )
 
     def __str__(self) -> str:
-        head = ("layer", "type", "T", "kept as", "on disk", "scored", "GFLOP", "seconds")
+        shown = self.layers
+        if len(shown) > 8:
+            shown = tuple(sorted(shown, key=lambda p: -p.disk_bytes)[:7])
+        lines = [self._layer_table(shown)]
+        if len(shown) < len(self.layers):
+            lines.append(
+                f"and {len(self.layers) - len(shown)} smaller layers; plan.layers lists all"
+            )
+        basis = f", {format_bytes(self.basis_bytes)} of them its basis" if self.basis_bytes else ""
+        lines += [
+            (
+                f"capture {self.rows + self.queries} rows of {format_bytes(self.row_bytes)}: "
+                f"{format_bytes(self.disk_bytes)} on disk{basis}, "
+                f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
+            ),
+            (
+                f"score {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
+                f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
+            ),
+        ]
+        return "\n".join([*lines, *([self.advice] if self.advice else [])])
+
+    def _layer_table(self, layers: tuple[PlannedLayer, ...]) -> str:
+        head = ("layer", "type", "T", "stored as", "on disk", "scored", "GFLOP", "seconds")
         rows = [
             (
                 p.layer.name,
@@ -355,22 +378,9 @@ class CapturePlan:
                 f"{p.flops / 1e9:.3g}",
                 f"{p.seconds:.3g}",
             )
-            for p in self.layers
+            for p in layers
         ]
-        lines = [text_table(head, rows, right={2, 4, 6, 7})]
-        basis = f", {format_bytes(self.basis_bytes)} of them its basis" if self.basis_bytes else ""
-        lines += [
-            (
-                f"capture {self.rows + self.queries} rows of {format_bytes(self.row_bytes)}: "
-                f"{format_bytes(self.disk_bytes)} on disk{basis}, "
-                f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
-            ),
-            (
-                f"ask {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
-                f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
-            ),
-        ]
-        return "\n".join([*lines, *([self.advice] if self.advice else [])])
+        return text_table(head, rows, right={2, 4, 6, 7})
 
 
 @_arguments.checked(CaptureError)
@@ -601,8 +611,7 @@ class _Planner:
         )
 
     def _capture_memory(self, cost: CaptureCost) -> float:
-        """Return the peak bytes of a capture; with a budget, of no more samples at once than
-        fit."""
+        """Return the peak bytes of a capture; with a budget, of no more samples at once than fit."""
         at_once = self.batch
         if not cost.coordinates:
             at_once = min(at_once, rows_at_once(self.shaped.prepared, self.shaped.rows))

@@ -252,8 +252,7 @@ class _RuleSearch:
         return False
 
     def _try_spread(self, unit: LayerUnit, gradient: Tensor) -> bool:
-        """Expand the unit's output to all samples, if that changes neither the target nor the
-        gradient."""
+        """Expand the unit's output to all samples, if that changes neither the target nor the gradient."""
         rule = dataclasses.replace(unit, axis="shared")
         alone = dataclasses.replace(self.tracer, units=[rule])
         try:

@@ -380,8 +380,7 @@ def has_active_dropout(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's parameters, or its execution device if they are
-    offloaded."""
+    """Return the device of the model's parameters, or its execution device if they are offloaded."""
     for parameter in model.parameters():
         return (execution_device(model) if parameter.is_meta else None) or parameter.device
     raise CaptureError(
@@ -437,8 +436,7 @@ def _check_precision(model: nn.Module) -> None:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that was passed to `torch.compile`, whose layers have their original
-    names."""
+    """Return the module that was passed to `torch.compile`, whose layers have their original names."""
     own = getattr(model, "_orig_mod", None)
     return own if isinstance(own, torch.nn.Module) else model
 
@@ -470,8 +468,7 @@ class _NonReentrantCheckpoint:
 
 @dataclass(slots=True)
 class _EagerState:
-    """Changes to torch itself, and the number of threads that use them; the last one restores
-    torch."""
+    """Changes to torch itself, and the number of threads that use them; the last one restores torch."""
 
     users: int = 0
     switched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -504,3 +501,24 @@ def _eager_mode() -> Iterator[None]:
             if not _eager_state.users:
                 _eager_state.switched.close()
                 _eager_state.eager = False
+
+
+@contextlib.contextmanager
+def moved_to(model: nn.Module, device: str | torch.device | None) -> Iterator[None]:
+    """Move the model to a device within the block, and back afterwards; None leaves it."""
+    if device is None:
+        yield
+        return
+    before = device_of(model)
+    try:
+        model.to(torch.device(device))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise CaptureError(
+            "device cannot be used",
+            code="capture.device",
+            found=f"{device}: {str(error).splitlines()[0]}",
+        ) from error
+    try:
+        yield
+    finally:
+        model.to(before)

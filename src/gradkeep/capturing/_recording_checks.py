@@ -289,8 +289,7 @@ class LossProbe(TorchFunctionMode):
     def _second_derivatives(
         self, loss: Tensor, edges: list[GradientEdge], axes: list[SampleAxis]
     ) -> tuple[float, float]:
-        """Return the largest second derivative at the probed sample's outputs, and at all
-        others'."""
+        """Return the largest second derivative at the probed sample's outputs, and at all others'."""
         first = torch.autograd.grad(
             loss, edges, create_graph=True, retain_graph=True, allow_unused=True
         )

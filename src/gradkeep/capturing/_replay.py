@@ -325,8 +325,7 @@ class Replay:
     def _gradient_maker(
         self, key: CaptureKey, weights: str, earlier: EarlierRun | None, adjustments: Adjustments
     ) -> tuple[RowMaker, int, bool]:
-        """Return the maker of rows with gradients, the samples that run at once, and whether rows
-        are repeatable."""
+        """Return the maker of rows with gradients, the samples that run at once, and whether rows are repeatable."""
         first, budget = without_columns(self.batches.first), self.budget
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
         # Samples that rules are proved on: few if memory may be short.

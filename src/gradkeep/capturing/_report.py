@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
-from gradkeep._display import text_table
+from gradkeep._display import ResultTable, TableDisplay, TextDisplay, text_table
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
@@ -74,8 +74,8 @@ def report_layer(layer: LayerStorage) -> LayerReport:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
+@dataclass(frozen=True, slots=True, repr=False)
+class Captured(TextDisplay):
     """Report of one finished capture.
 
     Attributes:
@@ -114,6 +114,25 @@ class Captured:
         seconds = f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
         head = f"{self.key.split} at {self.key.checkpoint}: {size}; {seconds}"
         return "\n".join([head, *(f"note: {note}" for note in self.notes)])
+
+
+class CapturedList(TableDisplay, list[Captured]):
+    """Reports of several captures, printed as a table."""
+
+    def _table(self) -> ResultTable:
+        caption = f"{len(self)} captures" + (", 10 shown" if len(self) > 10 else "")
+        rows = [
+            [
+                report.key.split,
+                report.key.checkpoint,
+                str(report.rows),
+                format_bytes(report.bytes),
+                f"{report.seconds:.1f}",
+            ]
+            for report in self[:10]
+        ]
+        columns = ["split", "checkpoint", "rows", "size", "seconds"]
+        return ResultTable(caption, columns, rows, len(self), frozenset({2, 3, 4}))
 
 
 @dataclass(frozen=True, slots=True)

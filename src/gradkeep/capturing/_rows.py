@@ -199,8 +199,7 @@ class GradientMaker(RowMaker):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LossMaker(RowMaker):
-    """Compute rows of losses, outputs, labels, predictions and probabilities, in one forward
-    pass."""
+    """Compute rows of losses, outputs, labels, predictions and probabilities, in one forward pass."""
 
     model: nn.Module
     task: Task
@@ -234,8 +233,7 @@ class LossMaker(RowMaker):
 
 @dataclass(slots=True, eq=False)
 class RowFeed:
-    """Compute the rows that a writer needs, in parts if they do not fit in memory, and append
-    them."""
+    """Compute the rows that a writer needs, in parts if they do not fit in memory, and append them."""
 
     writer: Writer
     maker: RowMaker
@@ -392,8 +390,7 @@ def _first_outputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, torch.Te
 
 
 def _embeddings(outputs: dict[str, torch.Tensor], rows: int) -> Values:
-    """Return one vector `[B, D]` per sample: the mean over pixels `[B, D, ...]` or tokens `[B, T,
-    D]`."""
+    """Return one vector `[B, D]` per sample: the mean over pixels `[B, D, ...]` or tokens `[B, T, D]`."""
     values = {}
     for name, output in outputs.items():
         if output.dim() < 2 or len(output) != rows:
@@ -423,8 +420,7 @@ class RowAlarms:
     """First row with a zero gradient."""
 
     def check_batch(self, ids: IdArray, values: Values, layers: Sequence[LayerStorage]) -> None:
-        """Raise for NaN and infinity, which would spoil every score; count zero and tiny
-        gradients."""
+        """Raise for NaN and infinity, which would spoil every score; count zero and tiny gradients."""
         _check_finite("loss", ids, np.isfinite(values["loss"]))
         if not layers:
             return

@@ -168,8 +168,7 @@ def _runs(numbers: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...]:
 
 
 def _separated_documents(mask: torch.Tensor) -> tuple[Document, ...]:
-    """Return the documents that a mask `[B, 1, T, T]` separates: their first token cannot see the
-    one before."""
+    """Return the documents that a mask `[B, 1, T, T]` separates: their first token cannot see the one before."""
     seen = mask[:, 0]
     seen = seen == 0 if seen.dtype.is_floating_point and bool((seen < 0).any()) else seen != 0
     itself = seen.diagonal(dim1=1, dim2=2)
@@ -179,8 +178,7 @@ def _separated_documents(mask: torch.Tensor) -> tuple[Document, ...]:
 
 
 def _restarts(places: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...] | None:
-    """Return the documents of rows whose positions start again; positions of padding are
-    ignored."""
+    """Return the documents of rows whose positions start again; positions of padding are ignored."""
     far = torch.iinfo(places.dtype).max
     first = places.masked_fill(~valid, far).amin(1, keepdim=True)
     lowest = (places == first) & valid
@@ -229,8 +227,7 @@ class Unpacking:
     """Computes the losses `[B]` of a batch, to test whether padding changes them."""
 
     def settled(self, first: Any) -> Self:
-        """Return the same, without padding if that changes the loss of the shortest document of a
-        pack."""
+        """Return the same, without padding if that changes the loss of the shortest document of a pack."""
         documents = documents_of(first)
         if documents is None or not self.padded or self.measure is None:
             return self

@@ -229,8 +229,7 @@ class PassCount:
         self._flops += flops.get_total_flops()
 
     def saving(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves, holding its storage so that addresses are not
-        reused."""
+        """Count a tensor that autograd saves, holding its storage so that addresses are not reused."""
         if _storage(tensor) not in self._weights:
             self._saved[_storage(tensor)] = tensor.untyped_storage()
         return tensor

@@ -93,8 +93,7 @@ class BatchMismatchError(CaptureError):
 
 
 def convert_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
-    """Convert gradients to a form, exactly; unchanged if they are factored or the form has no
-    room."""
+    """Convert gradients to a form, exactly; unchanged if they are factored or the form has no room."""
     if piece.form.kind == form.kind:
         return piece
     if isinstance(form, Dense):

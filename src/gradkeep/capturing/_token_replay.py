@@ -262,8 +262,7 @@ def _dense_directions(
 
 
 def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any, Any]]:
-    """Yield ids and batches of a loader, after checking that the contents are those of the
-    capture."""
+    """Yield ids and batches of a loader, after checking that the contents are those of the capture."""
     known = None
     if "example" in train.block.names:
         known = RowFingerprints.of(train.ids, train.block.column("example"))

@@ -163,8 +163,7 @@ def expand_shared(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def call_pattern(calls: Iterable[LayerCall], rows: int, *, spread: bool = False) -> tuple[Any, ...]:
-    """Return what the validity of a rule depends on: one or several rows and calls, and their
-    shapes."""
+    """Return what the validity of a rule depends on: one or several rows and calls, and their shapes."""
     seen = []
     for call in calls:
         pair = call.input_shape, call.shapes[0]
@@ -400,8 +399,7 @@ class Tracer:
         light: Collection[nn.Module] = (),
         spread: Collection[nn.Module] | None = None,
     ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
-        """Run the batch forward; return the measured values, the target, and the calls of the
-        modules."""
+        """Run the batch forward; return the measured values, the target, and the calls of the modules."""
         if spread is None:
             spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
         with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:

@@ -27,9 +27,9 @@ MasksOption = Annotated[str, typer.Option("--masks", help="Array of masks.")]
 OutputOption = Annotated[
     str | None, typer.Option("--output", help="Array of outputs, if there are several.")
 ]
-_TRAINED = ("memorisation", "curve", "values")
+_TRAINED = ("memorization", "curve", "values")
 _FITTED = (
-    *("top", "support", "removal", "leakage", "duplicates", "neighbours", "components"),
+    *("top", "support", "removal", "leakage", "duplicates", "neighbors", "components"),
     *("clusters", "groups", "compare", "verify"),
 )
 _ANALYSES = ", ".join((*_FITTED, *_TRAINED))
@@ -192,7 +192,7 @@ def analyze(
     if what in _TRAINED:
         subsets, outputs = _trained_data(opened, name, masks, output)
         analyses = {
-            "memorisation": lambda: datamodels.memorisation(subsets, outputs),
+            "memorization": lambda: datamodels.memorization(subsets, outputs),
             "curve": lambda: datamodels.learning_curve(subsets, outputs, _numbers("sizes", sizes)),
             "values": lambda: datamodels.values(subsets, outputs.mean(axis=1)),
         }
@@ -204,7 +204,7 @@ def analyze(
             "removal": lambda: datamodels.counterfactual(datamodel, _one_set(remove)),
             "leakage": lambda: datamodels.leakage(datamodel),
             "duplicates": lambda: datamodels.near_duplicates(datamodel),
-            "neighbours": lambda: datamodels.neighbours(datamodel, count),
+            "neighbors": lambda: datamodels.neighbors(datamodel, count),
             "components": lambda: datamodels.components(datamodel, count),
             "clusters": lambda: datamodels.clusters(datamodel, count),
             "groups": lambda: datamodels.by_group(

@@ -67,7 +67,7 @@ def hold_against_retraining(
     )
     asked = [method for method in METHODS if method != scores.method]
     given = {scores.method: scores}
-    judged = judge_methods(store, truth, methods=asked, given=given, hybrid_of_best=False)
+    judged = judge_methods(store, truth, methods=asked, extra_scores=given, hybrid_of_best=False)
     found = [one.evaluation for one in judged.methods if one.evaluation is not None]
     save_evaluations(store, found, ResultOptions())
     told = [

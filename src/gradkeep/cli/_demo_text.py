@@ -1,5 +1,4 @@
-"""The story of the demo in words: false sentences are planted in documents, and found by what they made
-a small language model say."""
+"""The demo for language models: plant false sentences in documents and find them by their effect."""
 
 from __future__ import annotations
 

@@ -230,9 +230,9 @@ def sanity(
     if random_run is not None:
         random_scores = captures.scores(opened, scores.method, checkpoints=None, run=random_run)
     known = gk.evaluate.load_truth(opened, truth)
-    check = gk.evaluate.sanity_check(scores, known, randomised=random_scores)
+    check = gk.evaluate.sanity_check(scores, known, randomized=random_scores)
     if json:
-        parts = {"trained": check.trained, "shuffled": check.shuffled, "random": check.randomised}
+        parts = {"trained": check.trained, "shuffled": check.shuffled, "random": check.randomized}
         fields = {name: evaluation_fields(part) for name, part in parts.items() if part is not None}
         print_json({"passed": check.passed, **fields})
     else:

@@ -1,1 +1,1 @@
-"""Front ends with the names of other systems; what they do is done elsewhere."""
+"""Drop-in interfaces with the names of other systems, implemented by the rest of gradkeep."""

@@ -47,8 +47,7 @@ class MatrixBasis:
         return _nbytes(self.row_vectors, self.col_vectors, self.values)
 
     def coordinates(self, dense: Tensor) -> Tensor:
-        """Return coordinates `[B, G, r, c]` of gradients `[B, P]`; 2 R C (R + C) operations per
-        row."""
+        """Return coordinates `[B, G, r, c]` of gradients `[B, P]`; 2 R C (R + C) operations per row."""
         matrices = self.piece.taken(dense)
         if self.col_vectors is not None:
             matrices = _times(matrices, self.col_vectors)
@@ -59,8 +58,7 @@ class MatrixBasis:
         )
 
     def put(self, coordinates: Tensor, into: Tensor, plus: Tensor | None = None) -> None:
-        """Write the gradients with these coordinates, plus other ones, into dense gradients `[B,
-        P]`."""
+        """Write the gradients with these coordinates, plus other ones, into dense gradients `[B, P]`."""
         matrices = coordinates
         if self.row_vectors is not None:
             matrices = self.row_vectors.to(matrices.dtype) @ matrices
@@ -168,8 +166,7 @@ EigenSide = tuple[Tensor, Tensor | None]
 
 
 def eigen_side(moment: Tensor) -> EigenSide:
-    """Decompose moments `[G, d, d]`, or a diagonal `[G, d]`; ArithmeticError if they are not
-    finite."""
+    """Decompose moments `[G, d, d]`, or a diagonal `[G, d]`; ArithmeticError if they are not finite."""
     if not bool(moment.isfinite().all()):
         raise ArithmeticError("moments are not finite")
     return (moment, None) if moment.dim() == 2 else eigen(moment)
@@ -193,8 +190,7 @@ class RowSpace:
         return self.most > 0
 
     def add(self, rows: Tensor) -> list[Tensor]:
-        """Add rows; return the rows to sum elsewhere: none, or all of them once there are too
-        many."""
+        """Add rows; return the rows to sum elsewhere: none, or all of them once there are too many."""
         if not self.open:
             return [rows]
         self._parts.append(rows.clone())
@@ -209,8 +205,7 @@ class RowSpace:
         return torch.cat([torch.zeros(0, self.width, dtype=torch.float64), *self._parts])
 
     def eigen(self, count: int) -> EigenSide:
-        """Return eigenvalues `[1, r]` above zero of V^T V / count, ascending, and their vectors
-        `[1, d, r]`."""
+        """Return eigenvalues `[1, r]` above zero of V^T V / count, ascending, and their vectors `[1, d, r]`."""
         v = self.rows()
         if not bool(v.isfinite().all()):
             raise ArithmeticError("rows are not finite")

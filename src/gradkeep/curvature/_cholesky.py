@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
 
 
 DEFAULT_KERNEL_BUDGET = 2 << 30
@@ -30,14 +30,13 @@ _LEAST = 8 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedKernel:
-    """M = s K s + damping I, with K `[N, N]` the products of all training rows and s =
-    sqrt(weight)."""
+    """M = s K s + damping I, with K `[N, N]` the products of all training rows and s = sqrt(weight)."""
 
     train: Gradients
     weight: Tensor
     """`[N]`, positive"""
     damping: float
-    compute: ComputeWish = None
+    compute: ComputeSpec = None
     memory_budget: float | str | None = None
     report: Callable[[str], None] = lambda text: None
     """Progress callback."""
@@ -56,16 +55,14 @@ class WeightedKernel:
 
     @property
     def passing(self) -> int:
-        """Bytes for streamed rows and temporaries: a quarter, and at least what one segment
-        needs."""
+        """Bytes for streamed rows and temporaries: a quarter, and at least what one segment needs."""
         return max(self.room // 4, 2 * self.train.largest_segment + _LEAST)
 
 
 def lower_rows(
-    train: Gradients, start: int, stop: int, compute: ComputeWish, memory_budget: int
+    train: Gradients, start: int, stop: int, compute: ComputeSpec, memory_budget: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield products of rows `start` to `stop` with all rows before `stop`: (row, first column,
-    `[b, n]`)."""
+    """Yield products of rows `start` to `stop` with all rows before `stop`: (row, first column, `[b, n]`)."""
     engine = ProductEngine(
         [GradientPair(train, train)],
         compute=compute,
@@ -144,8 +141,7 @@ class CholeskyFactor:
         return cls(tuple(blocks))
 
     def solved(self, right: Tensor) -> Tensor:
-        """Return A^-1 b for right-hand sides `[n, b]`, which are overwritten; 2 n^2 operations
-        each."""
+        """Return A^-1 b for right-hand sides `[n, b]`, which are overwritten; 2 n^2 operations each."""
         start = 0
         for block in self.blocks:
             stop = start + len(block)
@@ -223,8 +219,7 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSolver:
-    """With A = G^T diag(weight) G + damping I `[P, P]`: s G A^-1 g = M^-1 (s G g) for any gradient
-    g."""
+    """With A = G^T diag(weight) G + damping I `[P, P]`: s G A^-1 g = M^-1 (s G g) for any gradient g."""
 
     kernel: WeightedKernel
     factor: CholeskyFactor

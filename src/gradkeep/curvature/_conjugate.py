@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradkeep.curvature._cholesky import CholeskyFactor, ParameterSolver, WeightedKernel
     from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._engine import ComputeSpec
 
 
 _NEGLIGIBLE = 1e-6
@@ -41,8 +41,7 @@ _NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preconditioner:
-    """Approximation U diag(values) U^T + damping I of a matrix, whose powers are cheap to multiply
-    with."""
+    """Approximation U diag(values) U^T + damping I of a matrix, whose powers are cheap to multiply with."""
 
     vectors: Tensor
     """U `[N, m]`, orthonormal"""
@@ -177,8 +176,7 @@ def _one_run(
 
 
 def _factor(along: Tensor, moved: Tensor) -> Tensor:
-    """Return Cholesky's factor of along^T A along in float64, regularized for exhausted
-    directions."""
+    """Return Cholesky's factor of along^T A along in float64, regularized for exhausted directions."""
     bend = (along.t() @ moved).double()
     bend = (bend + bend.t()) / 2
     size = bend.diagonal().abs().mean()
@@ -211,7 +209,7 @@ class KernelProducts:
     train: Gradients
     paired: tuple[str, ...]
     moved: tuple[str, ...]
-    compute: ComputeWish = None
+    compute: ComputeSpec = None
 
     @property
     def moved_values(self) -> int:
@@ -262,7 +260,7 @@ def only_layers(gradients: Gradients, layers: tuple[str, ...]) -> Gradients:
     return dataclasses.replace(gradients, forms={name: gradients.forms[name] for name in layers})
 
 
-def pair_seconds(train: Gradients, compute: ComputeWish, memory_budget: int) -> dict[str, float]:
+def pair_seconds(train: Gradients, compute: ComputeSpec, memory_budget: int) -> dict[str, float]:
     """Predict the seconds of the products of all pairs of rows, each pair once, by layer."""
     engine = ProductEngine(
         [GradientPair(train, train)], compute=compute, memory_budget=memory_budget, answer=0
@@ -289,11 +287,10 @@ def moved_seconds(train: Gradients, vectors: int) -> dict[str, float]:
 def cheapest_products(
     train: Gradients,
     vectors: int,
-    compute: ComputeWish,
+    compute: ComputeSpec,
     pairs: Mapping[str, float],
 ) -> tuple[KernelProducts, float]:
-    """Choose the cheapest products for each layer with this many vectors, and predict the
-    seconds."""
+    """Choose the cheapest products for each layer with this many vectors, and predict the seconds."""
     moved = {name: 2 * each for name, each in moved_seconds(train, vectors).items()}
     better = tuple(name for name in train.forms if pairs[name] < moved[name])
     others = tuple(name for name in train.forms if name not in better)
@@ -399,8 +396,7 @@ class MethodCost:
 
 
 def method_costs(kernel: WeightedKernel, queries: int) -> list[MethodCost]:
-    """Predict the cost of all methods for this many right-hand sides, in the order of
-    `KERNEL_METHODS`."""
+    """Predict the cost of all methods for this many right-hand sides, in the order of `KERNEL_METHODS`."""
     rows, flops = kernel.rows, FLOPS
     size = sum(form.restored_size for form in kernel.train.forms.values())
     pairs = pair_seconds(kernel.train, kernel.compute, kernel.passing)
@@ -439,8 +435,7 @@ def _conjugate_cost(kernel: WeightedKernel, queries: int, pairs: dict[str, float
 def choose_method(
     kernel: WeightedKernel, queries: int, method: KernelMethod | None = None
 ) -> MethodCost:
-    """Choose the fastest method that fits in half of the room; raise with the least budget if none
-    does."""
+    """Choose the fastest method that fits in half of the room; raise with the least budget if none does."""
     costs = method_costs(kernel, queries)
     if method is not None:
         costs = [cost for cost in costs if cost.method == method]
@@ -464,8 +459,7 @@ def choose_method(
 def kernel_solver(
     kernel: WeightedKernel, queries: int, *, tolerance: float, method: KernelMethod | None = None
 ) -> CholeskyFactor | ParameterSolver | ConjugateSolver:
-    """Prepare the kernel for this many right-hand sides, by the cheapest or the requested
-    method."""
+    """Prepare the kernel for this many right-hand sides, by the cheapest or the requested method."""
     chosen = choose_method(kernel, queries, method)
     if chosen.method == "cholesky":
         return kernel_factor(kernel)

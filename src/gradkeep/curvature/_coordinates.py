@@ -43,8 +43,7 @@ def coordinates(
 def rotated_factors(
     basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
 ) -> OuterRows:
-    """Return suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, including the ones of the
-    bias."""
+    """Return suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, including the ones of the bias."""
     g, x = scaled_suffixes(rows.g, rows.offsets, slopes), rows.x
     g = g if basis.row_vectors is None else _times(g, basis.row_vectors[0])
     x = form.with_ones(x) if basis.col_vectors is None else _times(x, basis.col_vectors[0])

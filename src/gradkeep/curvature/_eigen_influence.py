@@ -79,8 +79,7 @@ class SinglePositionInfluence:
     def scores(
         self, queries: Gradients, train: Gradients, positions: list[int], memory_budget: int | None
     ) -> Tensor:
-        """Return products `[b, N]` of some queries with all training rows; 2 K operations per
-        pair."""
+        """Return products `[b, N]` of some queries with all training rows; 2 K operations per pair."""
         some = only_layer(queries, self.layer).rows(positions).factors[self.layer]
         slopes = queries.slopes()
         g, x = self._rotated(queries, some, None if slopes is None else slopes[positions])
@@ -152,8 +151,7 @@ def _outer(g: Tensor, x: Tensor, block: EigenBlock) -> Tensor:
 def single_position_influence(
     layer: str, fisher: LayerFisher, damping: Damping, *sides: Gradients
 ) -> SinglePositionInfluence | None:
-    """Return the layer in eigencoordinates if all sides store prefixes and suffixes of one
-    position."""
+    """Return the layer in eigencoordinates if all sides store prefixes and suffixes of one position."""
     basis = fisher.bases[0]
     added = damping.of(fisher.mean)
     if len(fisher.bases) > 1 or not isinstance(basis, MatrixBasis) or added <= 0:
@@ -242,8 +240,7 @@ class StoredCoordinates:
     """The damping."""
 
     def scores(self, queries: Gradients, positions: list[int]) -> Tensor:
-        """Return products `[b, N]` of some queries with all training rows; 2 P operations per
-        pair."""
+        """Return products `[b, N]` of some queries with all training rows; 2 P operations per pair."""
         factors = only_layer(queries, self.layer).rows(positions).factors[self.layer].widened()
         slopes = queries.slopes()
         some = None if slopes is None else slopes[positions]

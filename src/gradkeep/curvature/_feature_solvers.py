@@ -81,8 +81,7 @@ def by_features(
 
 
 def mean_square(features: StreamedRows, weight: Tensor) -> float:
-    """Return the mean diagonal of the weighted kernel of features `[N, k]`: mean of weight x
-    |x|^2."""
+    """Return the mean diagonal of the weighted kernel of features `[N, k]`: mean of weight x |x|^2."""
     squares = [
         squared_lengths(features.read(ids)).double() * weight[ids]
         for ids in row_blocks(features.count)

@@ -137,8 +137,7 @@ _RETAINED_SHARE = 4
 def fisher(
     gradients: Gradients, *, corrected: bool, memory_budget: float | str | None = None
 ) -> KroneckerFisher:
-    """Compute the mean of g g^T over all rows as Kronecker products, for all layers: see
-    `FisherFit`."""
+    """Compute the mean of g g^T over all rows as Kronecker products, for all layers: see `FisherFit`."""
     fit = FisherFit(gradients, corrected=corrected, memory_budget=memory_budget, row_space=True)
     layers = {name: fit.layer(name) for name in gradients.forms}
     fit.check()

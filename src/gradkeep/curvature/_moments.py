@@ -220,8 +220,7 @@ class ConvolutionMoments(MatrixMoments):
         self.positions += len(rows) * self.form.positions
 
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Return left and right moments; patches of a transposed convolution are those of the
-        suffix."""
+        """Return left and right moments; patches of a transposed convolution are those of the suffix."""
         rows, positions = max(1, self.rows), max(1, self.positions)
         order = _column_order(self.form)
         right = self.right[:, order] if self.right.dim() == 2 else self.right[:, order][:, :, order]

@@ -137,8 +137,7 @@ def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[Facto
 def tiling(
     gradients: Gradients, dim: int, memory_budget: float | str | None, *, held: int
 ) -> tuple[int, int]:
-    """Return rows at a time and bytes of temporaries, for k numbers per row and `held` rows in
-    memory."""
+    """Return rows at a time and bytes of temporaries, for k numbers per row and `held` rows in memory."""
     answer = held * dim * 4
     require_room(
         answer,
@@ -287,8 +286,7 @@ def _add_products(
     method: SketchMethod | None,
     scratch: int,
 ) -> bool:
-    """Add outer products without restoring them; False if there are none or restoring is
-    cheaper."""
+    """Add outer products without restoring them; False if there are none or restoring is cheaper."""
     products = form.outer_products(rows, scratch=scratch)
     if products is None:
         return False

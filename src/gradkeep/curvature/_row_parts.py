@@ -113,8 +113,7 @@ _JOINED: dict[str, Callable[[list[Any]], GradientRows]] = {
 def weighted(
     gradients: Gradients, layer: str, shares: Tensor, memory_budget: float | str | None
 ) -> Tensor:
-    """Return sums `[K, P]` of a layer's gradients with the weights `shares` `[K, N]`, in
-    float64."""
+    """Return sums `[K, P]` of a layer's gradients with the weights `shares` `[K, N]`, in float64."""
     form = gradients.forms[layer]
     out = torch.zeros(len(shares), form.restored_size, dtype=torch.float64)
     for part in row_parts(gradients, layer, memory_budget, held=16 * out.numel()):

@@ -130,8 +130,7 @@ TILE = 1024
 
 
 class DenseMatrix:
-    """values `[b, P]` @ matrix `[P, k]` / sqrt(k); 2 P k operations per row, and P k draws per
-    call."""
+    """values `[b, P]` @ matrix `[P, k]` / sqrt(k); 2 P k operations per row, and P k draws per call."""
 
     def __init__(
         self, kind: Literal["rademacher", "normal"], size: int, dim: int, *words: object
@@ -182,8 +181,7 @@ class Fold:
 
 
 class Sjlt:
-    """Four folds of a quarter of the numbers each, divided by 2: every value is added four
-    times."""
+    """Four folds of a quarter of the numbers each, divided by 2: every value is added four times."""
 
     def __init__(self, size: int, dim: int, parts: int, *words: object) -> None:
         self.dim = dim
@@ -440,8 +438,7 @@ class TensorSketch:
         into.buffer.view(-1).index_add_(0, index.flatten(), flat.flatten())
 
     def choose_method(self, positions: float, *, patches: bool = False) -> SketchMethod:
-        """Choose the cheapest method for rows with this many positions; `matrix` restores them
-        first."""
+        """Choose the cheapest method for rows with this many positions; `matrix` restores them first."""
         return min(self.costs(positions, patches=patches).items(), key=lambda item: item[1])[0]
 
     def costs(self, positions: float, *, patches: bool = False) -> dict[SketchMethod, float]:

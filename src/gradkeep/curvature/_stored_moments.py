@@ -48,8 +48,7 @@ class SideMoments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredMoments:
-    """Moments of a capture: of its first rows' loss gradients, by the layers that it stores
-    dense."""
+    """Moments of a capture: of its first rows' loss gradients, by the layers that it stores dense."""
 
     layers: Mapping[str, SideMoments]
     rows: int

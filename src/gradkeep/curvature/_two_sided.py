@@ -133,11 +133,11 @@ class _Maps:
         self._matrices: dict[tuple[str, str, int], Tensor] = {}
 
     def left(self, weight: _Weight) -> Tensor:
-        """`[R, rows]`"""
+        """`[R, rows]`."""
         return self._of("rows", weight.name, weight.rows, self.projection.rows)
 
     def right(self, weight: _Weight) -> Tensor:
-        """`[C, cols]`"""
+        """`[C, cols]`."""
         return self._of("columns", weight.name, weight.cols, self.projection.cols)
 
     def _of(self, side: str, name: str, size: int, to: int) -> Tensor:

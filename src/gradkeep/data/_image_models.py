@@ -197,8 +197,7 @@ class Bottleneck(nn.Module):
 
 
 def thin_stage(inputs: int, width: int, blocks: int) -> list[nn.Module]:
-    """Build blocks with parameter-free shortcuts; the first one halves the image if it widens
-    it."""
+    """Build blocks with parameter-free shortcuts; the first one halves the image if it widens it."""
     stage: list[nn.Module] = []
     for _ in range(blocks):
         stride = 1 if inputs == width else 2

@@ -80,8 +80,7 @@ def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
 
 
 def _check(model: str, size: str, value: object, default: object) -> None:
-    """Raise for values of another type than the default: configuration files give texts for
-    numbers."""
+    """Raise for values of another type than the default: configuration files give texts for numbers."""
     if isinstance(default, bool):
         right, expected = isinstance(value, bool), "true or false"
     elif isinstance(default, int):

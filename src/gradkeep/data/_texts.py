@@ -59,8 +59,7 @@ class Vocabulary:
 
     @classmethod
     def build(cls, texts: Iterable[str], *, size: int = 10_000, least: int = 1) -> Self:
-        """Build from the most frequent words, at most `size` with the special ones, each seen
-        `least` times."""
+        """Build from the most frequent words, at most `size` with the special ones, each seen `least` times."""
         _arguments.count("size", size, error=DataError)
         _arguments.count("least", least, error=DataError)
         listed = texts if isinstance(texts, list | tuple) else _listed(texts)
@@ -78,8 +77,7 @@ class Vocabulary:
     def encode(
         self, texts: Sequence[str], *, length: int
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Return ids and attention mask, both `[N, length]`; long texts are cut, short ones
-        padded."""
+        """Return ids and attention mask, both `[N, length]`; long texts are cut, short ones padded."""
         if length < 2:
             raise DataError(
                 "length is too small for [CLS] and [SEP]",

@@ -29,8 +29,7 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend to all positions except where `hidden`, which broadcasts to `[N, 1, T, T]`, is
-        True."""
+        """Attend to all positions except where `hidden`, which broadcasts to `[N, 1, T, T]`, is True."""
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -203,8 +202,7 @@ class BertClassifier(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits `[N, classes]` of ids `[N, T]`; positions with mask `[N, T]` 0 are
-        ignored."""
+        """Return logits `[N, classes]` of ids `[N, T]`; positions with mask `[N, T]` 0 are ignored."""
         logits: torch.Tensor = self.classifier(self.bert(input_ids, attention_mask))
         return logits
 

@@ -11,7 +11,7 @@ from gradkeep.datamodels.analyses._removal import counterfactual, data_support, 
 from gradkeep.datamodels.analyses._similarity import Clusters as Clusters
 from gradkeep.datamodels.analyses._similarity import Comparison as Comparison
 from gradkeep.datamodels.analyses._similarity import Components as Components
-from gradkeep.datamodels.analyses._similarity import Neighbours as Neighbours
+from gradkeep.datamodels.analyses._similarity import Neighbors as Neighbors
 from gradkeep.datamodels.analyses._similarity import RankedPairs as RankedPairs
 from gradkeep.datamodels.analyses._similarity import (
     clusters,
@@ -19,12 +19,12 @@ from gradkeep.datamodels.analyses._similarity import (
     components,
     leakage,
     near_duplicates,
-    neighbours,
+    neighbors,
     similarity,
 )
 from gradkeep.datamodels.analyses._valuation import DataValues as DataValues
-from gradkeep.datamodels.analyses._valuation import Memorisation as Memorisation
-from gradkeep.datamodels.analyses._valuation import memorisation, values
+from gradkeep.datamodels.analyses._valuation import Memorization as Memorization
+from gradkeep.datamodels.analyses._valuation import memorization, values
 from gradkeep.datamodels.analyses._weights import Groups as Groups
 from gradkeep.datamodels.analyses._weights import LearningCurve as LearningCurve
 from gradkeep.datamodels.analyses._weights import TopExamples as TopExamples
@@ -62,9 +62,9 @@ __all__ = [
     "load",
     "losses",
     "margins",
-    "memorisation",
+    "memorization",
     "near_duplicates",
-    "neighbours",
+    "neighbors",
     "planted",
     "similarity",
     "top",

@@ -1,4 +1,4 @@
-"""Evaluation: is this attribution true? Figures with intervals, on the user's own model."""
+"""Evaluate attributions on your own model, with confidence intervals."""
 
 from gradkeep.evaluate._agreement import (
     agreement,

@@ -39,15 +39,29 @@ if TYPE_CHECKING:
 def agreement(
     first: Scores, second: Scores, *, k: int = 10, level: float = 0.95, resamples: int = 1000
 ) -> Evaluation:
-    """The mean over queries of the rank correlation of two scores `[Q, N]` of the same rows.
+    """Compute the mean over queries of the rank correlation of two scores of the same rows.
 
-    The provenance has the mean share of their `k` most helpful rows that both name. Cost: Q x N log N.
+    The provenance contains the mean share of their `k` most helpful rows that both have. Cost: Q x N log N.
 
-    >>> from gradkeep.attribution._scores import Scores
-    >>> values = np.random.default_rng(0).standard_normal((6, 40)).astype("f4")
-    >>> one = Scores(values, np.arange(6), np.arange(40))
-    >>> agreement(one, one).value
-    1.0
+    Args:
+        first: Scores `[Q, N]`.
+        second: Scores `[Q, N]`.
+        k: Number of most helpful rows to compare.
+        level: Level of the interval.
+        resamples: Bootstrap resamples.
+
+    Returns:
+        The mean rank correlation, with an interval over queries.
+
+    Raises:
+        EvaluationError: The scores have different queries or rows.
+
+    Example:
+        >>> from gradkeep.attribution._scores import Scores
+        >>> values = np.random.default_rng(0).standard_normal((6, 40)).astype("f4")
+        >>> one = Scores(values, np.arange(6), np.arange(40))
+        >>> agreement(one, one).value
+        1.0
     """
     _arguments.count("k", k, error=EvaluationError, least=1)
     return _agree([first, second], "agreement", k, level, resamples)
@@ -57,34 +71,54 @@ def agreement(
 def stability(
     scores: Sequence[Scores], *, k: int = 10, level: float = 0.95, resamples: int = 1000
 ) -> Evaluation:
-    """How far the scores of models that differ in their seeds agree: the mean over all pairs of them."""
+    """Compute the agreement of scores of models that differ in their seeds: the mean over all pairs.
+
+    Args:
+        scores: Two or more scores `[Q, N]`.
+        k: Number of most helpful rows to compare.
+        level: Level of the interval.
+        resamples: Bootstrap resamples.
+
+    Returns:
+        The mean rank correlation, with an interval over queries.
+
+    Raises:
+        EvaluationError: There are fewer than two scores, or they have different queries or rows.
+    """
     _arguments.count("k", k, error=EvaluationError, least=1)
     if len(scores) < 2:
-        raise EvaluationError("stability needs scores of two seeds or more", found=len(scores))
+        raise EvaluationError(
+            "stability needs the scores of at least two seeds",
+            code="evaluate.few_seeds",
+            found=len(scores),
+        )
     return _agree(list(scores), "stability", k, level, resamples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SanityCheck:
-    """Whether scores come from the rows, and from what the model learnt about them."""
+    """Comparison of scores with shuffled scores and with scores of a random model.
+
+    Attributes:
+        trained: LDS of the scores.
+        shuffled: LDS of the scores with every query's rows permuted: zero unless something leaks.
+        randomized: LDS of the same method with a model of random weights.
+        gain: Difference of `trained` and `randomized`.
+    """
 
     trained: Evaluation
-    """The LDS of the scores."""
     shuffled: Evaluation
-    """The LDS of the same scores with every query's rows in another order: zero, or something leaks."""
-    randomised: Evaluation | None
-    """The LDS of the same method with a model of random weights."""
+    randomized: Evaluation | None
     gain: Difference | None
-    """What training adds to that."""
 
     @property
     def passed(self) -> bool:
-        """Whether shuffled scores predict nothing, the scores something, and training adds to it."""
+        """True if shuffled scores predict nothing, the scores something, and training adds to it."""
         learnt = self.gain is None or self.gain.interval[0] > 0
         return not self.shuffled.from_zero and self.trained.interval[0] > 0 and learnt
 
     def __str__(self) -> str:
-        parts = (self.trained, self.shuffled, self.randomised, self.gain)
+        parts = (self.trained, self.shuffled, self.randomized, self.gain)
         lines = [str(part) for part in parts if part is not None]
         return "\n  ".join([f"sanity {'passed' if self.passed else 'FAILED'}", *lines])
 
@@ -94,21 +128,31 @@ def sanity_check(
     scores: Scores,
     truth: GroundTruth,
     *,
-    randomised: Scores | None = None,
+    randomized: Scores | None = None,
     level: float = 0.95,
     seed: int = 0,
 ) -> SanityCheck:
-    """Hold scores against themselves shuffled, and against those of a random model (`randomise`).
+    """Compare scores with themselves shuffled, and with those of a random model.
 
-    A random network still knows which inputs are alike, and inputs that are alike mostly help each
-    other: its score is seldom zero. What the trained model's is above it comes from what was learnt.
+    A random network still reflects which inputs are similar, and similar inputs mostly help each other, so its
+    score is rarely zero. The difference to the trained model comes from learning.
+
+    Args:
+        scores: Scores `[Q, N]`.
+        truth: The ground truth.
+        randomized: Scores of the same method for a model with random weights.
+        level: Level of the intervals.
+        seed: Seed of the permutations.
+
+    Returns:
+        The evaluations and their difference.
     """
     _arguments.count("seed", seed, error=EvaluationError)
     rng = np.random.default_rng(seed)
     values = rng.permuted(np.asarray(scores.values), axis=1)
     mixed = dataclasses.replace(scores, values=values, method=f"shuffled {scores.method}")
     trained = lds(scores, truth, level=level)
-    twin = None if randomised is None else lds(randomised, truth, level=level)
+    twin = None if randomized is None else lds(randomized, truth, level=level)
     return SanityCheck(
         trained,
         lds(mixed, truth, level=level),
@@ -117,12 +161,12 @@ def sanity_check(
     )
 
 
-def randomise(model: torch.nn.Module, *, seed: int = 0) -> torch.nn.Module:
-    """A copy of a model with random weights: modules begin anew, other parameters are shuffled.
+def randomize(model: torch.nn.Module, *, seed: int = 0) -> torch.nn.Module:
+    """Return a copy of a model with random weights: modules are reset, other parameters permuted.
 
     >>> import torch
     >>> net = torch.nn.Linear(3, 2)
-    >>> bool((randomise(net, seed=1).weight != net.weight).any())
+    >>> bool((randomize(net, seed=1).weight != net.weight).any())
     True
     """
     import torch
@@ -131,15 +175,17 @@ def randomise(model: torch.nn.Module, *, seed: int = 0) -> torch.nn.Module:
     twin = copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        begun: set[int] = set()
+        reset_ids: set[int] = set()
         for module in twin.modules():
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-                begun |= {id(one) for one in module.parameters(recurse=False)}
-        for one in twin.parameters():
-            if id(one) not in begun:
-                one.copy_(one.flatten()[torch.randperm(one.numel())].reshape(one.shape))
+                reset_ids |= {id(parameter) for parameter in module.parameters(recurse=False)}
+        for parameter in twin.parameters():
+            if id(parameter) not in reset_ids:
+                parameter.copy_(
+                    parameter.flatten()[torch.randperm(parameter.numel())].reshape(parameter.shape)
+                )
     return twin
 
 
@@ -149,9 +195,10 @@ def _agree(scores: list[Scores], metric: str, k: int, level: float, resamples: i
         for part in ("query_ids", "train_ids"):
             if not np.array_equal(getattr(first, part), getattr(other, part)):
                 raise EvaluationError(
-                    f"scores of different {part.replace('_', ' ')} cannot agree or differ",
+                    f"scores of different {part.replace('_', ' ')} cannot be compared",
+                    code="evaluate.different_ids",
                     found=f"{len(getattr(first, part))} and {len(getattr(other, part))}",
-                    fix="ask about the same queries and training rows",
+                    fix="Use the same queries and training rows.",
                 )
     k = min(k, len(first.train_ids))
     items, shared = np.empty(len(first.query_ids)), np.empty(len(first.query_ids))
@@ -180,45 +227,59 @@ def _agree(scores: list[Scores], metric: str, k: int, level: float, resamples: i
 def leakage(
     scores: Scores, copies: Any, *, k: int = 1, level: float = 0.95, resamples: int = 1000
 ) -> Evaluation:
-    """The share of queries whose copy among the training rows is one of the `k` that helped most.
+    """Compute the share of queries whose copy among the training rows is one of the `k` most helpful; Q x N.
 
-    `copies` `[Q]` is the training id of each query's copy, -1 where there is none. Cost: Q x N.
+    Args:
+        scores: Scores `[Q, N]`.
+        copies: Training id of each query's copy `[Q]`, -1 for none.
+        k: Number of most helpful rows.
+        level: Level of the interval.
+        resamples: Bootstrap resamples.
 
-    >>> from gradkeep.attribution._scores import Scores
-    >>> scores = Scores(np.eye(4, 9, dtype=np.float32), np.arange(4), np.arange(9))
-    >>> leakage(scores, [0, 1, 2, 8]).value
-    0.75
+    Returns:
+        The share, with an interval over queries.
+
+    Raises:
+        EvaluationError: `copies` has the wrong length or unknown ids.
+
+    Example:
+        >>> from gradkeep.attribution._scores import Scores
+        >>> scores = Scores(np.eye(4, 9, dtype=np.float32), np.arange(4), np.arange(9))
+        >>> leakage(scores, [0, 1, 2, 8]).value
+        0.75
     """
     _arguments.count("k", k, error=EvaluationError, least=1)
-    wanted = _arguments.whole_numbers("copies", copies, error=EvaluationError, least=-1)
-    if wanted.shape != scores.query_ids.shape:
+    copy_ids = _arguments.whole_numbers("copies", copies, error=EvaluationError, least=-1)
+    if copy_ids.shape != scores.query_ids.shape:
         raise EvaluationError(
-            "copies are one training id for each query, or -1",
-            found=f"{len(wanted)} for {len(scores.query_ids)} queries",
+            "copies must have one training id for each query, or -1",
+            code="evaluate.wrong_copies",
+            found=f"{len(copy_ids)} for {len(scores.query_ids)} queries",
         )
-    planted = np.flatnonzero(wanted >= 0)
-    unknown = np.setdiff1d(wanted[planted], scores.train_ids)
-    if not len(planted) or len(unknown):
+    with_copy = np.flatnonzero(copy_ids >= 0)
+    unknown = np.setdiff1d(copy_ids[with_copy], scores.train_ids)
+    if not len(with_copy) or len(unknown):
         raise EvaluationError(
-            "copies must be rows that were scored",
-            found=f"ids {unknown[:5].tolist()} that were not" if len(unknown) else "no copy",
+            "copies must be ids of scored rows",
+            code="evaluate.unknown_copies",
+            found=f"unknown ids {unknown[:5].tolist()}" if len(unknown) else "no copy",
         )
     columns = {int(number): at for at, number in enumerate(scores.train_ids)}
-    items = np.full(len(wanted), np.nan)
-    for query in planted:
+    items = np.full(len(copy_ids), np.nan)
+    for query in with_copy:
         row = np.asarray(scores.values[query])
-        # Equal scores count against the copy: a constant method finds nothing.
-        items[query] = (row >= row[columns[int(wanted[query])]]).sum() <= k
+        # Ties count against the copy, so that constant scores find nothing.
+        items[query] = (row >= row[columns[int(copy_ids[query])]]).sum() <= k
     return evaluated(
         f"leakage recall at {k}",
         subject_of(scores),
         items,
-        universe=digest_of("leakage", scores.query_ids, wanted, k, level, resamples),
-        truth=f"{len(planted)} planted copies",
+        universe=digest_of("leakage", scores.query_ids, copy_ids, k, level, resamples),
+        truth=f"{len(with_copy)} planted copies",
         item_ids=scores.query_ids,
         level=level,
         resamples=resamples,
-        sizes=SampleSizes(queries=len(planted), rows=len(scores.train_ids)),
+        sizes=SampleSizes(queries=len(with_copy), rows=len(scores.train_ids)),
         provenance=provenance_of(scores),
         captures=scores.captures,
     )
@@ -234,48 +295,72 @@ def class_retrieval(
     level: float = 0.95,
     resamples: int = 1000,
 ) -> Evaluation:
-    """The share of the `k` rows that helped a query most which are of its class, or subclass.
+    """Compute the share of the `k` most helpful rows of a query that have its class.
 
-    Classes default to the labels that were kept. Plausibility, not truth: what retraining does is
-    another question (`lds`). The provenance says what chance would give. Cost: Q x N.
+    This measures plausibility, not the effect of retraining (`lds`). The provenance contains the share
+    expected by chance. Cost: Q x N.
+
+    Args:
+        scores: Scores `[Q, N]`.
+        query_classes: Classes of the queries `[Q]`; the captured labels by default.
+        train_classes: Classes of the training rows `[N]`; the captured labels by default.
+        k: Number of most helpful rows.
+        level: Level of the interval.
+        resamples: Bootstrap resamples.
+
+    Returns:
+        The share, with an interval over queries.
+
+    Raises:
+        EvaluationError: There are no classes.
     """
     _arguments.count("k", k, error=EvaluationError, least=1)
-    asked = _classes("query", query_classes, scores.query_labels, len(scores.query_ids))
-    known = _classes("train", train_classes, scores.train_labels, len(scores.train_ids))
-    k = min(k, len(known))
-    items, chance = np.empty(len(asked)), np.empty(len(asked))
-    for query, own in enumerate(asked):
+    query_labels = _classes("query", query_classes, scores.query_labels, len(scores.query_ids))
+    train_labels = _classes("train", train_classes, scores.train_labels, len(scores.train_ids))
+    k = min(k, len(train_labels))
+    items, chance = np.empty(len(query_labels)), np.empty(len(query_labels))
+    for query, own in enumerate(query_labels):
         row = np.asarray(scores.values[query])
         best = np.argpartition(-row, k - 1)[:k]
-        items[query] = (known[best] == own).mean()
-        chance[query] = (known == own).mean()
+        items[query] = (train_labels[best] == own).mean()
+        chance[query] = (train_labels == own).mean()
     return evaluated(
         f"class retrieval at {k}",
         subject_of(scores),
         items,
-        universe=digest_of("retrieval", scores.query_ids, asked.astype(str), k, level, resamples),
-        truth=f"{len(np.unique(known))} classes",
+        universe=digest_of(
+            "retrieval", scores.query_ids, query_labels.astype(str), k, level, resamples
+        ),
+        truth=f"{len(np.unique(train_labels))} classes",
         item_ids=scores.query_ids,
         level=level,
         resamples=resamples,
-        sizes=SampleSizes(queries=len(asked), rows=len(known)),
+        sizes=SampleSizes(queries=len(query_labels), rows=len(train_labels)),
         provenance=f"chance {chance.mean():.3f}; {provenance_of(scores)}",
         captures=scores.captures,
     )
 
 
-def _classes(side: str, given: Any, kept: Any, count: int) -> AnyArray:
-    found = kept if given is None else given
-    if found is None:
+def _classes(side: str, passed: Any, captured: Any, count: int) -> AnyArray:
+    values = captured if passed is None else passed
+    if values is None:
         raise EvaluationError(
-            f"the classes of the {side} rows are not known",
-            fix=f"pass {side}_classes=, or capture with labels",
+            f"the classes of the {side} rows are unknown",
+            code="evaluate.no_classes",
+            fix=f"Pass {side}_classes=, or capture with labels.",
         )
     classes = _arguments.array(
-        f"{side}_classes", found, error=EvaluationError, kinds="biufUS", expected="numbers or words"
+        f"{side}_classes",
+        values,
+        error=EvaluationError,
+        kinds="biufUS",
+        expected="numbers or words",
     )
     if classes.shape != (count,):
         raise EvaluationError(
-            f"{side}_classes are one for each row", found=list(classes.shape), expected=[count]
+            f"{side}_classes must have one class for each row",
+            code="evaluate.wrong_classes",
+            found=list(classes.shape),
+            expected=[count],
         )
     return classes

@@ -1,4 +1,4 @@
-"""Evaluations: a figure with its interval, how two of them differ, and how they are saved."""
+"""Evaluations: values with intervals, their differences, and how they are saved."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
+from gradkeep._display import TextDisplay
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, MissingExtraError, NotSealedError, SchemaMismatchError
@@ -27,29 +28,29 @@ if TYPE_CHECKING:
 
 
 _AT_ONCE = 1 << 24
-"""Numbers that a part of the resamples may take."""
+"""Numbers of a chunk of resamples."""
 
 
 def check_bounds(level: float, resamples: int) -> None:
-    """Refuse a level or a number of resamples that no interval can be made with."""
+    """Validate the level and the number of resamples of an interval."""
     _arguments.number("level", level, error=EvaluationError, above=0, most=0.9999)
     _arguments.count("resamples", resamples, error=EvaluationError, least=100, most=1_000_000)
 
 
 def digest_of(*parts: Any) -> str:
-    """One short name for arrays and words: what tells two universes of resamples apart."""
-    found = xxhash.xxh3_128()
+    """Return a digest of arrays and other values, to identify what was resampled."""
+    digest = xxhash.xxh3_128()
     for part in parts:
         if isinstance(part, np.ndarray):
-            found.update(f"{part.dtype.str}{part.shape}".encode())
-            found.update(np.ascontiguousarray(part).data)
+            digest.update(f"{part.dtype.str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).data)
         else:
-            found.update(repr(part).encode())
-    return found.hexdigest()
+            digest.update(repr(part).encode())
+    return digest.hexdigest()
 
 
 def draw_weights(count: int, resamples: int, universe: str, what: str) -> AnyArray:
-    """How often each of `count` things is drawn in each resample `[B, count]`, by the universe alone."""
+    """Draw how often each of `count` items occurs in each resample `[B, count]`, determined by the universe."""
     seed = xxhash.xxh3_64_intdigest(f"{universe}/{what}".encode())
     rng = np.random.default_rng(seed)
     return rng.multinomial(count, np.full(count, 1 / count), size=resamples).astype(np.float64)
@@ -57,20 +58,20 @@ def draw_weights(count: int, resamples: int, universe: str, what: str) -> AnyArr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResampledCorrelation:
-    """Correlations of ranks over subsets, one for each query, and their mean in resamples."""
+    """Rank correlations over subsets, one for each query, and their mean in resamples."""
 
     items: AnyArray
-    """`[T]`; NaN where the outcome is constant"""
+    """`[T]`; NaN if the outcome is constant"""
     value: float
     draws: AnyArray
-    """`[B]`: subsets and queries drawn anew"""
+    """`[B]`: means with resampled subsets and queries"""
     by_subsets: float
-    """The standard deviation that more subsets would lessen."""
+    """Standard deviation that decreases with more subsets."""
     by_queries: float
-    """The standard deviation that stays with any number of subsets: queries differ."""
+    """Standard deviation between queries, which more subsets do not decrease."""
 
     def evaluation(self, metric: str, subject: str, item_ids: AnyArray, **facts: Any) -> Evaluation:
-        """The evaluation of the mean; `facts` are further arguments of `Evaluation.from_draws`."""
+        """Build the evaluation of the mean; `facts` are further arguments of `Evaluation.from_draws`."""
         figures = (self.value, self.draws, self.items)
         return Evaluation.from_draws(metric, subject, *figures, item_ids, **facts)
 
@@ -78,32 +79,33 @@ class ResampledCorrelation:
 def rank_correlations(
     predicted: AnyArray, actual: AnyArray, *, resamples: int, universe: str
 ) -> ResampledCorrelation:
-    """Spearman's correlation over subsets of predictions and outcomes `[m, T]`, averaged over queries.
+    """Compute Spearman's correlation over subsets of predictions and outcomes `[m, T]`, averaged over queries.
 
-    Ranks are made once; a resample weighs subsets and queries by how often it drew them. A constant
-    prediction of an outcome that varies counts as 0. Costs resamples x m x T.
+    Ranks are computed once; a resample weights subsets and queries by how often they were drawn. A constant
+    prediction of a varying outcome counts as 0. Costs resamples x m x T.
     """
-    # By range: a mean of equal numbers may differ from them in the last bit.
+    # By range, because a mean of equal numbers may differ from them in the last bit.
     varies = np.ptp(actual, axis=0) > 0
     if not varies.any():
         raise EvaluationError(
-            f"the outputs of all {len(varies)} queries are constant: there is nothing to predict"
+            f"the outputs of all {len(varies)} queries are constant",
+            code="evaluate.constant_outputs",
         )
-    says = np.ptp(predicted, axis=0) > 0
+    prediction_varies = np.ptp(predicted, axis=0) > 0
     items = np.where(varies, 0.0, np.nan)
-    told = np.flatnonzero(varies & says)
-    p, y = ranks(predicted[:, told]), ranks(actual[:, told])
+    predictable = np.flatnonzero(varies & prediction_varies)
+    p, y = ranks(predicted[:, predictable]), ranks(actual[:, predictable])
     for values in (p, y):
         values -= values.mean(axis=0)
         values /= values.std(axis=0)
-    items[told] = (p * y).mean(axis=0)
+    items[predictable] = (p * y).mean(axis=0)
     defined = np.flatnonzero(varies)
     value = float(items[defined].mean())
     by_subset = draw_weights(len(p), resamples, universe, "subsets") / len(p)
     by_query = draw_weights(len(defined), resamples, universe, "queries") / len(defined)
-    place = np.searchsorted(defined, told)
+    place = np.searchsorted(defined, predictable)
     draws = np.empty(resamples)
-    step = max(1, _AT_ONCE // max(1, 8 * len(told)))
+    step = max(1, _AT_ONCE // max(1, 8 * len(predictable)))
     parts = (p, y, p * y, p * p, y * y)
     for start in range(0, resamples, step):
         weights = by_subset[start : start + step]
@@ -113,18 +115,27 @@ def rank_correlations(
         each = np.zeros((len(ratio), len(defined)))
         each[:, place] = np.clip(ratio, -1, 1)
         draws[start : start + step] = (each * by_query[start : start + step]).sum(axis=1)
-    # A correlation of few models is too near to 0, that of a resample doubly so.
+    # The correlation of few models is biased to 0, that of a resample doubly so.
     draws += value - draws.mean()
-    # Correlations of few subsets differ by chance, too: what is left of their variance is the queries'.
-    noise = ((1 - items[told] ** 2) ** 2).sum() / (len(p) - 1) / len(defined)
-    stays = max(0.0, float(items[defined].var()) - noise) / len(defined)
-    lessens = max(0.0, float(draws.var()) - stays)
-    return ResampledCorrelation(items, value, draws, math.sqrt(lessens), math.sqrt(stays))
+    # Correlations of few subsets also differ by chance: the rest of their variance is between queries.
+    noise = ((1 - items[predictable] ** 2) ** 2).sum() / (len(p) - 1) / len(defined)
+    query_variance = max(0.0, float(items[defined].var()) - noise) / len(defined)
+    subset_variance = max(0.0, float(draws.var()) - query_variance)
+    return ResampledCorrelation(
+        items, value, draws, math.sqrt(subset_variance), math.sqrt(query_variance)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """How much a figure was found with; 0 of what plays no part in it."""
+    """Numbers of queries, subsets, seeds and rows behind a value; 0 if not applicable.
+
+    Attributes:
+        queries: Number of queries.
+        subsets: Number of subsets.
+        seeds: Number of seeds.
+        rows: Number of rows.
+    """
 
     queries: int = 0
     subsets: int = 0
@@ -132,33 +143,37 @@ class SampleSizes:
     rows: int = 0
 
     def __str__(self) -> str:
-        told = [f"{self.queries} queries"] if self.queries else []
+        parts = [f"{self.queries} queries"] if self.queries else []
         if self.subsets:
-            told.append(
+            parts.append(
                 f"{self.subsets} subsets" + (f" x {self.seeds} seeds" if self.seeds else "")
             )
         elif self.seeds:
-            told.append(f"{self.seeds} seeds")
+            parts.append(f"{self.seeds} seeds")
         if self.rows:
-            told.append(f"{self.rows} rows")
-        return ", ".join(told)
+            parts.append(f"{self.rows} rows")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """Lines over one axis, each with its interval."""
+    """Lines over one axis, each with its interval.
+
+    Attributes:
+        along: Name of the axis.
+        at: Positions on the axis `[K]`.
+        names: Names of the lines.
+        values: `[lines, K]`.
+        low: Lower ends `[lines, K]`.
+        high: Upper ends `[lines, K]`.
+    """
 
     along: str
-    """What the axis counts."""
     at: AnyArray
-    """`[K]`"""
     names: tuple[str, ...]
     values: AnyArray
-    """`[lines, K]`"""
     low: AnyArray
-    """`[lines, K]`"""
     high: AnyArray
-    """`[lines, K]`"""
 
     def __str__(self) -> str:
         wide = max(len(self.along), *(len(name) for name in self.names))
@@ -167,70 +182,78 @@ class Curve:
         for name, values, low, high in zip(
             self.names, self.values, self.low, self.high, strict=True
         ):
-            told = [
+            cells = [
                 f"{value:.3f} [{a:.3f}, {b:.3f}]"
                 for value, a, b in zip(values, low, high, strict=True)
             ]
-            lines.append(f"{name:<{wide}}" + "".join(f"{text:>22}" for text in told))
+            lines.append(f"{name:<{wide}}" + "".join(f"{text:>22}" for text in cells))
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
-    """A figure about an attribution, never without its interval and what it was found with.
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Evaluation(TextDisplay):
+    """A value about an attribution with its interval and provenance.
 
-    `draws` are the figures of resamples, centred on the value. Two evaluations in the same `universe`
-    were resampled alike, so that `compare` can tell whether they differ.
+    `draws` are the values of resamples, centered on the value. Two evaluations of the same `universe` were
+    resampled alike, so that `compare` can test their difference.
+
+    Args:
+        metric: Name of the metric.
+        subject: What was evaluated: a method and its checkpoints, or a detector.
+        value: The value.
+        interval: Its interval.
+        sizes: Numbers of queries, subsets, seeds and rows.
+        truth: What it was compared with, and which half of the subsets.
+        universe: Digest of everything that was resampled, and how.
+        draws: Values of the resamples `[B]`.
+        items: Value of each query or other item `[T]`; NaN if undefined.
+        item_ids: Ids of the items `[T]`.
+        level: Level of the interval.
+        ceiling: Expected value of a perfect prediction, if chance sets a limit.
+        spread_by_subsets: Standard deviation that decreases with more subsets.
+        spread_by_queries: Standard deviation between queries, which more subsets do not decrease.
+        provenance: How the subject was computed.
+        curve: Lines behind the value.
+        captures: Folder and identity of every capture that the subject was computed from.
     """
 
     metric: str
     subject: str
-    """What was judged: a method and where it was asked, or a detector."""
     value: float
     interval: tuple[float, float]
     sizes: SampleSizes
     truth: str
-    """What it was held against, with the half of the subsets."""
     universe: str
-    """A digest of all that was resampled, and how."""
     draws: AnyArray = field(repr=False)
-    """`[B]`"""
     items: AnyArray = field(repr=False)
-    """`[T]`: the figure of every query, or of whatever was counted; NaN where there is none"""
     item_ids: AnyArray = field(repr=False)
-    """`[T]`"""
     level: float = 0.95
     ceiling: float | None = None
-    """What a perfect prediction would come to, where chance sets a limit."""
     spread_by_subsets: float | None = None
-    """The standard deviation that more subsets would lessen."""
     spread_by_queries: float | None = None
-    """The standard deviation that stays with any number of subsets: queries differ."""
     provenance: str = ""
-    """How the subject was made."""
     curve: Curve | None = None
     captures: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The folder of every capture that the subject was computed from, with its identity."""
 
     @property
     def share(self) -> float | None:
-        """The figure as a share of its ceiling."""
+        """Value as a share of its ceiling."""
         return self.value / self.ceiling if self.ceiling else None
 
     @property
     def from_zero(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """True if the interval excludes zero."""
         low, high = self.interval
         return low > 0 or high < 0
 
     def __str__(self) -> str:
         low, high = self.interval
-        told = f"{self.metric} {self.value:.3f} [{low:.3f}, {high:.3f}]"
+        text = f"{self.metric} {self.value:.3f} [{low:.3f}, {high:.3f}]"
         if self.share is not None:
-            told += f", {self.share:.0%} of the ceiling {self.ceiling:.3f}"
+            text += f", {self.share:.0%} of the ceiling {self.ceiling:.3f}"
         elif self.ceiling is not None:
-            told += ", where chance rules: models of other seeds do not agree at all"
-        return f"{told}: {self.subject}; {self.sizes}, {self.truth}"
+            text += ", ceiling 0: models of other seeds do not agree"
+        return f"{text}: {self.subject}; {self.sizes}, {self.truth}"
 
     @classmethod
     def from_draws(
@@ -248,7 +271,24 @@ class Evaluation:
         level: float,
         **facts: Any,
     ) -> Evaluation:
-        """Make an evaluation from the figures `[B]` of resamples, which are centred on the value."""
+        """Build an evaluation from the values of resamples, which are centered on the value.
+
+        Args:
+            metric: Name of the metric.
+            subject: What was evaluated.
+            value: The value.
+            draws: Values of the resamples `[B]`.
+            items: Value of each item `[T]`.
+            item_ids: Ids of the items `[T]`.
+            sizes: Numbers of queries, subsets, seeds and rows.
+            truth: What it was compared with.
+            universe: Digest of everything that was resampled.
+            level: Level of the interval.
+            facts: Further fields of `Evaluation`.
+
+        Returns:
+            The evaluation.
+        """
         draws = draws + value - draws.mean()
         interval = interval_of(draws, value, level)
         required = (metric, subject, value, interval, sizes, truth, universe, draws)
@@ -256,23 +296,40 @@ class Evaluation:
 
     @checked(EvaluationError)
     def save(self, name: str, *, store: Store) -> None:
-        """Keep the evaluation in a store; another one under that name is refused."""
+        """Save the evaluation in a store; saving it again does nothing.
+
+        Args:
+            name: Name of the evaluation.
+            store: The store.
+
+        Raises:
+            EvaluationError: Another evaluation has that name.
+        """
         save_evaluation(store, name, self)
 
     @classmethod
     @checked(EvaluationError)
     def load(cls, store: Store, name: str) -> Evaluation:
-        """The evaluation saved under that name."""
+        """Load a saved evaluation.
+
+        Args:
+            store: The store.
+            name: Name of the evaluation.
+
+        Returns:
+            The evaluation.
+
+        Raises:
+            EvaluationError: There is none, or a capture has changed since.
+        """
         return load_evaluation(store, name)
 
     def plot(self) -> Any:
-        """A `matplotlib` figure: the curve if there is one, else how the items are spread."""
+        """Plot the curve if there is one, else the distribution of the items, as a `matplotlib` figure."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise MissingExtraError(
-                "pictures need matplotlib", fix=install_hint("remat")
-            ) from error
+            raise MissingExtraError("plots need matplotlib", fix=install_hint("remat")) from error
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
         if self.curve is not None:
@@ -295,7 +352,16 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much one evaluation is above another, resample by resample."""
+    """Difference of two evaluations, resample by resample.
+
+    Attributes:
+        metric: Name of the metric.
+        first: Subject of the first evaluation.
+        second: Subject of the second evaluation.
+        value: First minus second.
+        interval: Its interval.
+        level: Level of the interval.
+    """
 
     metric: str
     first: str
@@ -306,36 +372,48 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """True if the interval excludes zero."""
         return self.interval[0] > 0 or self.interval[1] < 0
 
     def __str__(self) -> str:
         low, high = self.interval
-        said = "differ" if self.differs else "cannot be told apart"
+        verdict = "differ" if self.differs else "do not differ significantly"
         return (
             f"{self.metric} {self.value:+.3f} [{low:+.3f}, {high:+.3f}]: {self.first} against "
-            f"{self.second} {said}"
+            f"{self.second} {verdict}"
         )
 
 
 @checked(EvaluationError)
 def compare(first: Evaluation, second: Evaluation) -> Difference:
-    """Whether two evaluations differ, by the paired bootstrap: both see the same resamples.
+    """Compare two evaluations by the paired bootstrap: both use the same resamples.
 
-    Their difference has a narrower interval than each of them, for what is hard for one method is
-    mostly hard for the other. Cost: none; the resamples were kept.
+    The difference has a narrower interval than each of them, because queries that are hard for one method are
+    mostly hard for the other. The resamples are stored, so this costs nothing.
 
-    >>> one = evaluated("lds", "kernel", np.array([0.5, 0.7, 0.6]), universe="u", truth="halves")
-    >>> other = evaluated("lds", "dot", np.array([0.1, 0.4, 0.3]), universe="u", truth="halves")
-    >>> compare(one, other).differs
-    True
+    Args:
+        first: An evaluation.
+        second: Another one with the same metric and universe.
+
+    Returns:
+        First minus second, with an interval.
+
+    Raises:
+        EvaluationError: Metric or universe differ.
+
+    Example:
+        >>> one = evaluated("lds", "kernel", np.array([0.5, 0.7, 0.6]), universe="u", truth="halves")
+        >>> other = evaluated("lds", "dot", np.array([0.1, 0.4, 0.3]), universe="u", truth="halves")
+        >>> compare(one, other).differs
+        True
     """
     if (first.metric, first.universe) != (second.metric, second.universe):
         raise EvaluationError(
-            "these evaluations cannot be compared resample by resample",
+            "the evaluations have different metrics or resamples",
+            code="evaluate.not_comparable",
             found=f"{first.metric} of {first.sizes} ({first.truth}) and {second.metric} of "
             f"{second.sizes} ({second.truth})",
-            fix="evaluate both by the same metric on the same truth, queries, level and resamples",
+            fix="Use the same metric, truth, queries, level and resamples for both.",
         )
     value = first.value - second.value
     return Difference(
@@ -362,11 +440,13 @@ def evaluated(
     provenance: str = "",
     captures: Mapping[str, str] | None = None,
 ) -> Evaluation:
-    """The mean of one figure per query `[T]`, with an interval over queries."""
+    """Build the evaluation of the mean of one value per query `[T]`, with an interval over queries."""
     check_bounds(level, resamples)
     defined = np.isfinite(items)
     if not defined.any():
-        raise EvaluationError(f"{metric} is defined for none of {len(items)} queries")
+        raise EvaluationError(
+            f"{metric} is defined for none of {len(items)} queries", code="evaluate.undefined"
+        )
     items = np.asarray(items, np.float64)
     known = items[defined]
     weights = draw_weights(len(known), resamples, universe, "queries")
@@ -387,7 +467,7 @@ def evaluated(
 
 
 def interval_of(draws: AnyArray, value: float, level: float) -> tuple[float, float]:
-    """The interval of a figure: percentiles of its resamples, moved to have the figure as mean."""
+    """Return the interval of a value: percentiles of its resamples, shifted to have the value as mean."""
     low, high = np.percentile(draws, (50 * (1 - level), 50 * (1 + level)))
     moved = value - float(draws.mean())
     return float(low) + moved, float(high) + moved
@@ -400,26 +480,33 @@ _BETWEEN = "\n"
 
 
 class OutdatedEvaluationError(EvaluationError):
-    """An evaluation of rows that the store does not hold any more."""
+    """An evaluation of rows that the store no longer holds."""
 
 
-def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
-    """Write an evaluation under a name; the same again is free, another one is refused."""
-    told: dict[str, Any] = {part: getattr(found, part) for part in (*_TEXTS, *_NUMBERS)}
-    told |= {part: getattr(found.sizes, part) for part in _SIZES}
-    told |= {"low": found.interval[0], "high": found.interval[1]}
-    if found.captures:
-        told["captures"] = json.dumps(dict(found.captures), sort_keys=True)
-    values: dict[str, AnyArray] = {
-        "draws": np.asarray(found.draws, np.float64),
-        "items": np.asarray(found.items, np.float64),
-        "item_ids": np.asarray(found.item_ids, np.int64),
+def save_evaluation(store: Store, name: str, evaluation: Evaluation) -> None:
+    """Write an evaluation under a name; raise if another one has it."""
+    fingerprints: dict[str, Any] = {
+        part: getattr(evaluation, part) for part in (*_TEXTS, *_NUMBERS)
     }
-    if found.curve is not None:
-        told |= {"along": found.curve.along, "lines": _BETWEEN.join(found.curve.names)}
+    fingerprints |= {part: getattr(evaluation.sizes, part) for part in _SIZES}
+    fingerprints |= {"low": evaluation.interval[0], "high": evaluation.interval[1]}
+    if evaluation.captures:
+        fingerprints["captures"] = json.dumps(dict(evaluation.captures), sort_keys=True)
+    values: dict[str, AnyArray] = {
+        "draws": np.asarray(evaluation.draws, np.float64),
+        "items": np.asarray(evaluation.items, np.float64),
+        "item_ids": np.asarray(evaluation.item_ids, np.int64),
+    }
+    if evaluation.curve is not None:
+        fingerprints |= {
+            "along": evaluation.curve.along,
+            "lines": _BETWEEN.join(evaluation.curve.names),
+        }
         values |= {
-            "curve_at": np.asarray(found.curve.at, np.float64),
-            "curve": np.stack([found.curve.values, found.curve.low, found.curve.high]),
+            "curve_at": np.asarray(evaluation.curve.at, np.float64),
+            "curve": np.stack(
+                [evaluation.curve.values, evaluation.curve.low, evaluation.curve.high]
+            ),
         }
     arrays = tuple(
         Array(part, str(value.dtype), value.shape, kind="data", nan="keep")
@@ -428,7 +515,9 @@ def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
         for part, value in values.items()
     )
     try:
-        with store.write(EvaluationKey(name), Schema(arrays, num_rows=1, fingerprints=told)) as out:
+        with store.write(
+            EvaluationKey(name), Schema(arrays, num_rows=1, fingerprints=fingerprints)
+        ) as out:
             if out.needs(1):
                 out.append(np.zeros(1, np.int64), {part: v[None] for part, v in values.items()})
             else:
@@ -436,63 +525,74 @@ def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
     except SchemaMismatchError as error:
         raise EvaluationError(
             f"another evaluation is saved as {name!r}",
+            code="evaluate.name_taken",
             path=error.path,
             found=error.found,
-            fix="use another name, or delete it: gradkeep delete STORE evaluations/NAME --yes",
+            fix="Use another name, or delete it with gradkeep delete STORE evaluations/NAME --yes.",
         ) from None
 
 
 def load_evaluation(store: Store, name: str) -> Evaluation:
-    """Read an evaluation back."""
+    """Load an evaluation."""
     known = [key.name for key in store.evaluations()]
     if name not in known:
         raise EvaluationError(
-            f"no evaluation {name!r}",
+            f"there is no evaluation {name!r}",
+            code="evaluate.unknown_evaluation",
             path=store.location,
             found=", ".join(known) or "no saved evaluations",
-            fix="`gradkeep evaluate lds STORE` saves evaluations, and so does Evaluation.save",
+            fix="Save one with `gradkeep evaluate lds STORE` or Evaluation.save.",
         )
     try:
         block = store.read(EvaluationKey(name))
     except NotSealedError as error:
         raise EvaluationError(
-            f"the evaluation {name!r} was not written to the end", path=error.path, fix="save again"
+            f"the evaluation {name!r} is incomplete",
+            code="evaluate.incomplete",
+            path=error.path,
+            fix="Save it again.",
         ) from error
-    told: Mapping[str, Any] = block.schema.fingerprints
-    again = f"gradkeep evaluate all {store.location}"
-    store.require_current(EvaluationKey(name), told, OutdatedEvaluationError, again)
+    fingerprints: Mapping[str, Any] = block.schema.fingerprints
+    command = f"gradkeep evaluate all {store.location}"
+    store.require_current(EvaluationKey(name), fingerprints, OutdatedEvaluationError, command)
     values = {part: np.asarray(block.column(part))[0] for part in block.names}
     curve = None
     if "curve" in values:
         middle, low, high = values["curve"]
-        names = tuple(str(told["lines"]).split(_BETWEEN))
-        curve = Curve(str(told["along"]), values["curve_at"], names, middle, low, high)
-    texts: Any = {part: str(told[part]) for part in _TEXTS}
-    numbers: Any = {part: told[part] for part in _NUMBERS}
+        names = tuple(str(fingerprints["lines"]).split(_BETWEEN))
+        curve = Curve(str(fingerprints["along"]), values["curve_at"], names, middle, low, high)
+    texts: Any = {part: str(fingerprints[part]) for part in _TEXTS}
+    numbers: Any = {part: fingerprints[part] for part in _NUMBERS}
     return Evaluation(
         **texts,
         **numbers,
-        interval=(float(told["low"]), float(told["high"])),
-        sizes=SampleSizes(**{part: int(told[part]) for part in _SIZES}),
+        interval=(float(fingerprints["low"]), float(fingerprints["high"])),
+        sizes=SampleSizes(**{part: int(fingerprints[part]) for part in _SIZES}),
         draws=values["draws"],
         items=values["items"],
         item_ids=values["item_ids"],
         curve=curve,
-        captures=store.capture_identities(told),
+        captures=store.capture_identities(fingerprints),
     )
 
 
 @checked(EvaluationError)
 def evaluations(store: Store | str | os.PathLike[str]) -> dict[str, Evaluation]:
-    """Read all evaluations saved in a store, by name.
+    """Load all evaluations of a store.
 
-    An evaluation of captures that were made again since is left out with a warning.
+    An evaluation of captures that have changed since is left out with a warning.
+
+    Args:
+        store: The store, or its path.
+
+    Returns:
+        The evaluations by name.
     """
     opened = open_store(store, create=False)
-    found: dict[str, Evaluation] = {}
+    loaded: dict[str, Evaluation] = {}
     for key in opened.evaluations():
         try:
-            found[key.name] = load_evaluation(opened, key.name)
+            loaded[key.name] = load_evaluation(opened, key.name)
         except OutdatedEvaluationError as error:
             warnings.warn(str(error), stacklevel=2)
-    return found
+    return loaded

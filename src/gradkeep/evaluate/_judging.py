@@ -1,4 +1,4 @@
-"""Comparison of methods against retraining, and mixtures of them."""
+"""Compare methods with retraining, and combine them with datamodels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradkeep.attribution._tuning import subset_digests
 from gradkeep.datamodels import fit
 from gradkeep.errors import EvaluationError, GradkeepError
 from gradkeep.evaluate._evaluation import Difference, Evaluation, compare
-from gradkeep.evaluate._lds import fitting_queries, lds
+from gradkeep.evaluate._lds import lds, match_queries
 from gradkeep.evaluate._truth import GroundTruth, load_truth
 from gradkeep.store import CaptureKey
 from gradkeep.store import open as open_store
@@ -31,29 +31,40 @@ if TYPE_CHECKING:
 
 
 _FOLDS, _LEAST_IN_A_FOLD = 5, 3
-"""Those of `gk.datamodels.fit` around a prior."""
+"""Folds of `gk.datamodels.fit` with a prior, and fewest models in a fold."""
 
 
 @checked(EvaluationError)
 def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **options: Any) -> Scores:
-    """Datamodels of the choosing half with the scores as their prior: mostly above either parent.
+    """Fit datamodels of the choosing half with the scores as prior; mostly better than either.
 
-    Weights shrink towards the scaled scores, as far as `variances [N]` allow each row to differ (the
-    mean 1 - p of a row is a good measure); the folds of `gk.datamodels.fit` choose how far, with the
-    scores alone among the choices; with few subsets they can choose wrongly. `options` are those of `fit`.
+    Weights shrink towards the scaled scores; the folds of `gk.datamodels.fit` choose how far, and the scores
+    alone are among the choices. With few subsets the choice can be wrong.
+
+    Args:
+        scores: Scores `[Q, N]`.
+        truth: The ground truth.
+        variances: How far each row may differ from its score `[N]`; the mean 1 - p of a row is a good measure.
+        options: Options of `gk.datamodels.fit`.
+
+    Returns:
+        Scores of the hybrid; evaluate them on the reporting half.
+
+    Raises:
+        EvaluationError: There are too few subsets, or the scores do not match the truth.
     """
-    places = fitting_queries(scores, truth)
-    truth.refuse_chosen(scores.chosen_on, "reporting")
+    places = match_queries(scores, truth)
+    truth.require_not_tuned(scores.chosen_on, "reporting")
     half = truth.choosing
     prior = np.asarray(scores.values)
     few = len(half.masks) < _FOLDS * _LEAST_IN_A_FOLD
     if few and not {"folds", "lam", "held_out"} & set(options):
         options["folds"] = _fewer_folds(len(half.masks))
-    found = fit(half.masks, half.outputs[:, places], prior=prior, variances=variances, **options)
-    alone = bool(np.isinf(found.lam).all())
+    fitted = fit(half.masks, half.outputs[:, places], prior=prior, variances=variances, **options)
+    alone = bool(np.isinf(fitted.lam).all())
     return dataclasses.replace(
         scores,
-        values=np.ascontiguousarray(found.weights.T, np.float32),
+        values=np.ascontiguousarray(fitted.weights.T, np.float32),
         method=f"hybrid of {scores.method}",
         scale="weights of a datamodel with these scores as prior",
         exact=False,
@@ -68,24 +79,33 @@ def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **optio
 
 
 def _fewer_folds(models: int) -> int:
-    """As many as hold three models each."""
+    """Return the number of folds with three models each."""
     if models < 2 * _LEAST_IN_A_FOLD:
         raise EvaluationError(
-            "too few subsets to choose how far a hybrid follows its scores",
+            "there are too few subsets to fit a hybrid",
+            code="evaluate.few_subsets",
             found=f"{models} in the choosing half",
-            expected=f"{2 * _LEAST_IN_A_FOLD} or more",
-            fix="gk.evaluate.ground_truth(..., subsets=...) with more adds to those that are done",
+            expected=f"at least {2 * _LEAST_IN_A_FOLD}",
+            fix="Add subsets with gk.evaluate.ground_truth(..., subsets=...).",
         )
     return models // _LEAST_IN_A_FOLD
 
 
 @checked(EvaluationError)
 def datamodel_scores(truth: GroundTruth, **options: Any) -> Scores:
-    """The weights of datamodels of the choosing half as scores `[T, N]`; `options` are those of `fit`."""
+    """Return the weights of datamodels of the choosing half as scores `[T, N]`.
+
+    Args:
+        truth: The ground truth.
+        options: Options of `gk.datamodels.fit`.
+
+    Returns:
+        The scores.
+    """
     half = truth.choosing
-    found = fit(half.masks, half.outputs, **options)
+    fitted = fit(half.masks, half.outputs, **options)
     return Scores(
-        np.ascontiguousarray(found.weights.T, np.float32),
+        np.ascontiguousarray(fitted.weights.T, np.float32),
         np.arange(truth.num_queries),
         np.arange(truth.num_rows),
         method="datamodel",
@@ -97,28 +117,41 @@ def datamodel_scores(truth: GroundTruth, **options: Any) -> Scores:
 
 
 _NEEDS_A_MODEL = ("influence", "arnoldi")
-"""By default these solve with the curvature of a model at hand; from a store, with the Fisher matrix."""
+"""Methods that use the curvature of a model by default; from a store, they use the Fisher matrix."""
 _BASELINES = ("random", "label-match", "similarity", "knn-shapley", "loss")
 _HYBRID = "hybrid"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedMethod:
-    """What a method came to, and its price; or why it could not be asked."""
+    """Evaluation and cost of a method, or the reason why it could not be evaluated.
+
+    Attributes:
+        name: Name of the method.
+        evaluation: Its LDS.
+        cpu_seconds: CPU time of computing the scores from captures.
+        bytes_per_row: Stored bytes per training row over all checkpoints, for methods that read gradients.
+        refused: Reason why it could not be evaluated.
+        scores: Its scores.
+    """
 
     name: str
     evaluation: Evaluation | None
     cpu_seconds: float
-    """Of asking, the captures being there."""
     bytes_per_row: float | None
-    """What is kept of a training row at all checkpoints asked, for methods that read gradients."""
     refused: str | None = None
     scores: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """Methods by their LDS, the best first, and how far the best is above each."""
+    """Methods by their LDS, the best first, and the lead of the best.
+
+    Attributes:
+        truth: The ground truth.
+        methods: Evaluated methods, the best first.
+        refused: Methods that could not be evaluated.
+    """
 
     truth: GroundTruth
     methods: tuple[JudgedMethod, ...]
@@ -126,11 +159,11 @@ class Judgement:
 
     @property
     def best(self) -> JudgedMethod:
-        """The method with the largest score."""
+        """Method with the largest LDS."""
         return self.methods[0]
 
     def against_best(self, name: str) -> Difference:
-        """The best method against one of the others, resample by resample."""
+        """Compare the best method with another, resample by resample."""
         (other,) = [one for one in self.methods if one.name == name]
         assert self.best.evaluation is not None
         assert other.evaluation is not None
@@ -143,23 +176,21 @@ class Judgement:
         lines = [head + ("" if ceiling is None else f", ceiling {ceiling:.3f}")]
         lines.append(
             f"{'method':28}{'LDS':>24}{'of ceiling':>12}{'CPU s':>9}{'bytes/row':>12}"
-            "   best is ahead by"
+            "   lead of the best"
         )
         for one in self.methods:
-            found = one.evaluation
-            assert found is not None
-            low, high = found.interval
-            share = "-" if found.share is None else f"{found.share:.0%}"
+            evaluation = one.evaluation
+            assert evaluation is not None
+            low, high = evaluation.interval
+            share = "-" if evaluation.share is None else f"{evaluation.share:.0%}"
             size = "-" if one.bytes_per_row is None else f"{one.bytes_per_row:.0f}"
-            told = f"{found.value:.3f} [{low:.3f}, {high:.3f}]"
-            line = f"{one.name:28}{told:>24}{share:>12}{one.cpu_seconds:>9.2f}{size:>12}"
+            cell = f"{evaluation.value:.3f} [{low:.3f}, {high:.3f}]"
+            line = f"{one.name:28}{cell:>24}{share:>12}{one.cpu_seconds:>9.2f}{size:>12}"
             if one is not self.best:
-                apart = self.against_best(one.name)
-                line += (
-                    f"   {apart.value:+.3f} [{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]"
-                )
+                difference = self.against_best(one.name)
+                line += f"   {difference.value:+.3f} [{difference.interval[0]:+.3f}, {difference.interval[1]:+.3f}]"
             lines.append(line)
-        lines += [f"{one.name:28} not asked: {one.refused}" for one in self.refused]
+        lines += [f"{one.name:28} not evaluated: {one.refused}" for one in self.refused]
         return "\n".join(lines)
 
 
@@ -169,7 +200,7 @@ def judge_methods(
     truth: GroundTruth | str | None = None,
     *,
     methods: Sequence[str] | None = None,
-    given: Mapping[str, Scores] | None = None,
+    extra_scores: Mapping[str, Scores] | None = None,
     checkpoints: str | Sequence[str] | None = None,
     run: str | Sequence[str] = "main",
     name: str = "main",
@@ -180,56 +211,79 @@ def judge_methods(
     hybrid_of_best: bool = True,
     report: Callable[[JudgedMethod], None] | None = None,
 ) -> Judgement:
-    """The LDS of every method that the captures of a store can be asked by, baselines among them.
+    """Compute the LDS of every method that the captures of a store support, baselines included.
 
-    `given` are scores from elsewhere, by name (text similarity, another library). With
-    `hybrid_of_best`, the method that predicts the choosing half best is also joined with the outcomes
-    of that half; all figures are of the reporting half. Cost: that of asking each method, and of the fit.
+    All values are of the reporting half. Cost: that of every method, and of the hybrid's fit.
+
+    Args:
+        store: The store, or its path.
+        truth: The ground truth, or its name; the only one of the store by default.
+        methods: Names of methods; all by default.
+        extra_scores: Scores from elsewhere by name, such as text similarity or another library.
+        checkpoints: Names of checkpoints; all by default.
+        run: Name of the run, or of several.
+        name: Name of the captures.
+        queries: Split of the queries.
+        train: Split of the training rows.
+        ids: Ids of the queries; all by default.
+        level: Level of the intervals.
+        hybrid_of_best: Also fit a hybrid of the method that predicts the choosing half best.
+        report: Called with each method when it is evaluated.
+
+    Returns:
+        The methods, the best first.
+
+    Raises:
+        EvaluationError: No method could be evaluated.
     """
     if report is not None:
         _arguments.function("report", report, error=EvaluationError)
     opened = open_store(store, create=False)
-    found = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
+    ground_truth = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
     about_queries = [one.name for one in all_methods() if one.about_queries]
-    asked = about_queries if methods is None else list(methods)
+    method_names = about_queries if methods is None else list(methods)
     where = {"queries": queries, "train": train, "run": run, "name": name, "ids": ids}
     judged = []
-    for method in asked:
+    for method in method_names:
         began = time.process_time()
         try:
-            scores = ask_method(opened, method, checkpoints=checkpoints, **where)
+            scores = score_method(opened, method, checkpoints=checkpoints, **where)
             took = time.process_time() - began
             size = _bytes_per_row(opened, scores, train, name)
-            one = _judged(method, scores, found, level, took, size)
+            one = _judged(method, scores, ground_truth, level, took, size)
         except GradkeepError as error:
-            told = str(error).splitlines()[0]
-            one = JudgedMethod(method, None, time.process_time() - began, None, told)
+            reason = str(error).splitlines()[0]
+            one = JudgedMethod(method, None, time.process_time() - began, None, reason)
         judged.append(one)
         if report is not None:
             report(one)
-    for label, scores in (given or {}).items():
-        judged.append(_judged(label, scores, found, level, 0.0, None))
+    for label, scores in (extra_scores or {}).items():
+        judged.append(_judged(label, scores, ground_truth, level, 0.0, None))
         if report is not None:
             report(judged[-1])
-    whole = [one for one in judged if one.evaluation is not None]
-    if not whole:
+    evaluated = [one for one in judged if one.evaluation is not None]
+    if not evaluated:
         raise EvaluationError(
-            "none of the methods could be asked", found=judged[0].refused if judged else "no method"
+            "no method could be evaluated",
+            code="evaluate.no_methods",
+            found=judged[0].refused if judged else "no method",
         )
     if hybrid_of_best:
-        joined = _hybrid_of_best(whole, found, level)
+        joined = _hybrid_of_best(evaluated, ground_truth, level)
         judged.append(joined)
-        whole += [joined] if joined.evaluation is not None else []
+        evaluated += [joined] if joined.evaluation is not None else []
         if report is not None:
             report(joined)
-    ordered = sorted(whole, key=_value, reverse=True)
-    return Judgement(found, tuple(ordered), tuple(one for one in judged if one.evaluation is None))
+    ordered = sorted(evaluated, key=_value, reverse=True)
+    return Judgement(
+        ground_truth, tuple(ordered), tuple(one for one in judged if one.evaluation is None)
+    )
 
 
-def ask_method(
+def score_method(
     store: Store, method: str, *, checkpoints: str | Sequence[str] | None, **where: Any
 ) -> Scores:
-    """The scores of a method as it is best asked of a store alone; one checkpoint where it takes one."""
+    """Compute the scores of a method from a store alone; at one checkpoint if it needs one."""
     known = {one.name: one for one in all_methods()}
     options: dict[str, Any] = {"curvature": "fisher"} if method in _NEEDS_A_MODEL else {}
     single = method in known and known[method].over == "one"
@@ -246,26 +300,30 @@ def _judged(
 
 
 def _hybrid_of_best(judged: list[JudgedMethod], truth: GroundTruth, level: float) -> JudgedMethod:
-    """The method that is best on the choosing half, with the outcomes of that half."""
+    """Fit a hybrid of the method that is best on the choosing half."""
 
     def fits(one: JudgedMethod) -> float:
         assert one.scores is not None
         if one.scores.chosen_on:
-            return -1.0  # it has seen that half
+            return -1.0  # it was tuned on that half
         return lds(one.scores, truth, part="choosing", resamples=100).value
 
     best = max(judged, key=fits)
     assert best.scores is not None
     began = time.process_time()
     try:
-        made = hybrid(best.scores, truth)
+        combined = hybrid(best.scores, truth)
     except GradkeepError as error:
-        told = str(error).splitlines()[0]
-        return JudgedMethod(f"{_HYBRID} of {best.name}", None, 0.0, None, told)
+        reason = str(error).splitlines()[0]
+        return JudgedMethod(f"{_HYBRID} of {best.name}", None, 0.0, None, reason)
     took = time.process_time() - began
-    found = lds(made, truth, level=level)
+    evaluation = lds(combined, truth, level=level)
     return JudgedMethod(
-        f"{_HYBRID} of {best.name}", found, best.cpu_seconds + took, best.bytes_per_row, scores=made
+        f"{_HYBRID} of {best.name}",
+        evaluation,
+        best.cpu_seconds + took,
+        best.bytes_per_row,
+        scores=combined,
     )
 
 
@@ -275,7 +333,7 @@ def _value(one: JudgedMethod) -> float:
 
 
 def _bytes_per_row(store: Store, scores: Scores, train: str, name: str) -> float | None:
-    """What is kept of a training row at all checkpoints that were asked."""
+    """Return the stored bytes per training row over all checkpoints."""
     total = 0.0
     for place in scores.checkpoints:
         run, _, checkpoint = place.rpartition("/")

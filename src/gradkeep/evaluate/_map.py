@@ -1,4 +1,4 @@
-"""Maps: rows in the plane, by their gradients or by what they depend on, and groups that oppose."""
+"""Two-dimensional maps of rows by their gradients or datamodels, with opposing clusters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 _DIRECTIONS = 10
-"""Principal components that rows are clustered by."""
+"""Principal components for clustering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,32 @@ class OpposingClusters:
     first: int
     second: int
     cosine: float
-    """Of their mean directions: -1 is straight against each other."""
+    """Cosine of their mean directions; -1 is exactly opposite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Rows in the plane: near each other if they act alike."""
+    """Rows in the plane: rows with similar effects are close.
+
+    Attributes:
+        ids: Ids of the rows `[N]`.
+        places: First two principal components of the rows' directions `[N, 2]`.
+        share: Share of the variance along each axis.
+        clusters: Cluster of each row `[N]`, numbered from the largest.
+        labels: Captured labels `[N]`.
+        opposing: Most opposed pairs of clusters.
+        total: Number of rows before sampling.
+        of: Source of the map.
+    """
 
     ids: AnyArray
-    """`[N]`"""
     places: AnyArray
-    """`[N, 2]`: the first two principal components of the rows' directions"""
     share: tuple[float, float]
-    """Of the variance along each axis."""
     clusters: AnyArray
-    """`[N]`, numbered from the largest"""
     labels: AnyArray | None
-    """`[N]`, where they were kept"""
     opposing: tuple[OpposingClusters, ...]
-    """Pairs of clusters that are most against each other."""
     total: int
-    """Rows that there are; of more than were asked for, a random part is on the map."""
     of: str
-    """What the map is made of."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -78,10 +81,10 @@ def map_rows(
     most: int = 4000,
     seed: int = 0,
 ) -> RowMap:
-    """Rows of a capture in the plane, by the directions of their gradients, in clusters (k-means).
+    """Map rows of a capture by the directions of their gradients, with k-means clusters.
 
-    Gradients are projected to 256 numbers (`gk.project`) and scaled to length 1; of more than `most`
-    rows a random part is taken. Cost: one read of these rows, and 256² products of them.
+    Gradients are projected to 256 numbers (`gk.project`) and normalized; of more than `most` rows a random
+    sample is used. Cost: one read of these rows, and 256² products of them.
 
     >>> import gradkeep as gk, tempfile, torch
     >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
@@ -92,17 +95,19 @@ def map_rows(
     """
     _check_settings(clusters, most, seed)
     opened = open_store(store, create=False)
-    kept = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
-    block, rows = kept.block, _sample(len(kept), most, seed)
-    # Of the random projections that stand for gradients: cosines are off by about 0.06.
-    low = np.asarray(project(kept, Projection(dim=256), rows=rows))
+    stored = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
+    block, rows = stored.block, _sample(len(stored), most, seed)
+    # Cosines of 256-dimensional projections have an error of about 0.06.
+    low = np.asarray(project(stored, Projection(dim=256), rows=rows))
     labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
-    of = f"gradients of {split} at {kept.key.checkpoint}"
-    return _mapped(low, block.ids[rows], labels, len(kept), of, clusters, seed)
+    of = f"gradients of {split} at {stored.key.checkpoint}"
+    return _build_map(low, block.ids[rows], labels, len(stored), of, clusters, seed)
 
 
-def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0) -> RowMap:
-    """Targets of datamodels in the plane, by the training examples that they depend on.
+def map_targets(
+    datamodels: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0
+) -> RowMap:
+    """Map targets of datamodels by the training examples that they depend on.
 
     >>> from gradkeep.datamodels import fit, planted
     >>> data = planted(300, 20, 6)
@@ -110,10 +115,10 @@ def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed:
     (6, 2)
     """
     _check_settings(clusters, most, seed)
-    weights = np.asarray(found.weights.T)
+    weights = np.asarray(datamodels.weights.T)
     rows = _sample(len(weights), most, seed)
-    of = f"datamodels of {found.num_models} models"
-    return _mapped(weights[rows], rows, None, len(weights), of, clusters, seed)
+    of = f"datamodels of {datamodels.num_models} models"
+    return _build_map(weights[rows], rows, None, len(weights), of, clusters, seed)
 
 
 def _check_settings(clusters: int, most: int, seed: int) -> None:
@@ -123,13 +128,13 @@ def _check_settings(clusters: int, most: int, seed: int) -> None:
 
 
 def _sample(total: int, most: int, seed: int) -> AnyArray:
-    """At most so many rows, at random."""
+    """Return at most `most` rows, at random."""
     if total <= most:
         return np.arange(total)
     return np.sort(np.random.default_rng(seed).permutation(total)[:most])
 
 
-def _mapped(
+def _build_map(
     rows: AnyArray,
     ids: AnyArray,
     labels: AnyArray | None,
@@ -139,7 +144,9 @@ def _mapped(
     seed: int,
 ) -> RowMap:
     if len(rows) < 2:
-        raise EvaluationError("a map needs two rows at least", found=len(rows))
+        raise EvaluationError(
+            "a map needs at least two rows", code="evaluate.few_rows", found=len(rows)
+        )
     unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
     along, power = _principal(unit - unit.mean(axis=0))
     whole = max(float(power.sum()), 1e-30)
@@ -158,14 +165,14 @@ def _mapped(
     )
 
 
-def _principal(centred: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Rows along their first principal components, and the variance along each of all, falling."""
-    wide = centred.shape[1] > len(centred)
-    values, vectors = np.linalg.eigh(centred @ centred.T if wide else centred.T @ centred)
+def _principal(centered: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """Return the rows' first principal components, and the variance along each, decreasing."""
+    wide = centered.shape[1] > len(centered)
+    values, vectors = np.linalg.eigh(centered @ centered.T if wide else centered.T @ centered)
     power = np.maximum(values[::-1], 0)
     first = vectors[:, ::-1][:, :_DIRECTIONS]
-    along = first * np.sqrt(power[:_DIRECTIONS]) if wide else centred @ first
-    # An eigenvector has no sign: the row that is farthest out is on the positive side.
+    along = first * np.sqrt(power[:_DIRECTIONS]) if wide else centered @ first
+    # The sign of an eigenvector is arbitrary: make the largest entry positive.
     far = np.abs(along).argmax(axis=0)
     along = along * np.where(along[far, np.arange(along.shape[1])] < 0, -1.0, 1.0)
     return along, np.append(power, [0.0, 0.0])

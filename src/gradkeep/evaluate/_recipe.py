@@ -1,4 +1,4 @@
-"""A recipe: all that it takes to train models anew on some of the rows, and to ask them."""
+"""Recipe: how models are trained on some of the rows, and their outputs on the queries."""
 
 from __future__ import annotations
 
@@ -29,19 +29,26 @@ RETRAINING = "retraining"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How models are trained here: on which rows, in which way, and what they are asked.
+    """How models are trained: on which rows, by which function, and with which outputs.
 
-    `train` and `queries` are datasets, or inputs `[N, ...]` and labels `[N]`, in the order in which
-    they were captured. `training(subset, seed)` returns a trained model; a
-    `gk.datamodels.Training` can be trained many at a time. The output is the margin of each
-    query unless another is given; one that falls where a query is answered better, such as a loss,
-    is `falling`.
+    Args:
+        train: Dataset, or (inputs `[N, ...]`, labels `[N]`), in the order of the capture.
+        queries: Dataset, or (inputs, labels), in the order of the capture.
+        training: Function of (subset, seed) that returns a trained model; a `gk.datamodels.Training` can train
+            many models at a time.
+        output: Output of a model for each query; the margin by default.
+        falling: True if a smaller output is a better answer, as for a loss; detected by default.
+        source: Where a command can import the recipe: `module:name` or `file.py:name`.
 
-    >>> import torch
-    >>> x, y = torch.eye(6), torch.arange(6) % 2
-    >>> training = Training(lambda: torch.nn.Linear(6, 2), epochs=2, batch_size=3)
-    >>> Recipe((x, y), (x[:2], y[:2]), training).num_rows
-    6
+    Raises:
+        EvaluationError: A field has a wrong type.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.eye(6), torch.arange(6) % 2
+        >>> training = Training(lambda: torch.nn.Linear(6, 2), epochs=2, batch_size=3)
+        >>> Recipe((x, y), (x[:2], y[:2]), training).num_rows
+        6
     """
 
     train: Any
@@ -50,7 +57,6 @@ class Recipe:
     output: Output | None = None
     falling: bool | None = None
     source: str | None = None
-    """Where a command finds it again: `module:name` or `file.py:name`."""
 
     def __post_init__(self) -> None:
         check_fields(self, EvaluationError)
@@ -58,28 +64,28 @@ class Recipe:
 
     @property
     def num_rows(self) -> int:
-        """How many training rows there are."""
+        """Number of training rows."""
         pair = _pair(self.train)
         return len(self.train if pair is None else pair[1])
 
     @property
     def num_queries(self) -> int:
-        """How many numbers are kept of a trained model, one for each query."""
-        return int(np.prod(self.asked().shape))
+        """Number of outputs of a model, one for each query."""
+        return int(np.prod(self.query_output().shape))
 
-    def asked(self) -> Output:
-        """What is kept of a trained model."""
+    def query_output(self) -> Output:
+        """Return the output of a model for each query."""
         return margins(self.queries) if self.output is None else self.output
 
     def is_falling(self) -> bool:
-        """Whether a smaller output is a better answer."""
+        """Return True if a smaller output is a better answer."""
         if self.falling is not None:
             return self.falling
         known = None if self.output is None else self.output.of_logits
         return known is not None and known is losses(self.queries).of_logits
 
     def labels(self) -> AnyArray | None:
-        """The labels `[N]` of the training rows, where they can be had at once."""
+        """Return the labels `[N]` of the training rows, or None if the dataset has no array of them."""
         pair = _pair(self.train)
         return None if pair is None else np.asarray(pair[1])
 
@@ -95,7 +101,21 @@ class Recipe:
         stacked: bool | None = None,
         keep_models: bool | Callable[[], Any] = False,
     ) -> Study:
-        """The models of a ground truth, begun or opened: subset i is seen by models i x seeds and on."""
+        """Create or open the study of a ground truth: models i x seeds and following see subset i.
+
+        Args:
+            store: The store, or its path.
+            name: Name of the study.
+            subsets: Number of subsets.
+            seeds: Models per subset.
+            alpha: Share of the rows in a subset.
+            seed: Seed of the subsets.
+            stacked: Train many models at a time; automatic by default.
+            keep_models: Save the trained models.
+
+        Returns:
+            The study.
+        """
         return self._study(
             store,
             name,
@@ -109,7 +129,15 @@ class Recipe:
         )
 
     def retraining(self, store: Store, name: str = RETRAINING) -> Study:
-        """A study of the store for its `retrain` alone: trainings on chosen rows, not on random ones."""
+        """Open a study for `retrain`: trainings on chosen rows instead of random ones.
+
+        Args:
+            store: The store.
+            name: Name of the study.
+
+        Returns:
+            The study.
+        """
         return self._study(store, name, 1, {}, begin=False)
 
     def _study(
@@ -126,8 +154,8 @@ class Recipe:
             facts["labels"] = labels_digest(labels)
         facts |= self._row_fingerprints(open_store(store), name)
         if isinstance(self.training, Training):
-            made = self.training.begin(0)
-            facts["parameters"] = sum(one.numel() for one in made.parameters())
+            model = self.training.begin(0)
+            facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         if self.source is not None:
             facts["recipe"] = self.source
         return Study(
@@ -135,22 +163,22 @@ class Recipe:
             self.train,
             self.training,
             num_models=num_models,
-            outputs=self.asked(),
+            outputs=self.query_output(),
             name=name,
             facts=facts,
             **options,
         )
 
     def _row_fingerprints(self, store: Store, name: str) -> dict[str, str]:
-        """Fingerprints of rows and queries; none for a study that was begun without them."""
+        """Return fingerprints of rows and queries; none for a study that was created without them."""
         if name in store.row_sets() and "rows" not in store.rows(name).schema.fingerprints:
             return {}
-        found = {"rows": sample_rows(self.train), "asked": sample_rows(self.queries)}
-        return {part: text for part, text in found.items() if text is not None}
+        fingerprints = {"rows": sample_rows(self.train), "asked": sample_rows(self.queries)}
+        return {part: text for part, text in fingerprints.items() if text is not None}
 
 
 def labels_digest(labels: Any) -> str:
-    """What tells the labels of one data set from those of another, whatever integers they are."""
+    """Return a digest of labels that does not depend on their integer type."""
     array = np.asarray(labels)
     if array.dtype.kind in "bui":
         array = array.astype(np.int64)
@@ -158,7 +186,7 @@ def labels_digest(labels: Any) -> str:
 
 
 def _pair(data: Any) -> tuple[Any, Any] | None:
-    """Inputs and labels of a pair or of a dataset that gives them whole."""
+    """Return inputs and labels of a pair, or of a dataset that returns them as a whole."""
     if isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[1], "__len__"):
         return data[0], data[1]
     try:

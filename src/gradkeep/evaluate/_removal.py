@@ -1,4 +1,4 @@
-"""What retraining without the rows that scores name really does, beside random rows."""
+"""Measure the effect of retraining without the highest-scored rows, against random rows."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 _RANDOM_SETS = 5
-"""Random sets of each size; they serve all queries."""
+"""Random sets of each size, shared by all queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemovalCurve:
-    """What became of queries when models were trained without the rows named for each, or with them alone."""
+    """Outputs of queries after training without their highest-scored rows, or with them only.
+
+    Attributes:
+        change: Change of the output beyond that of random rows, mean over sizes; its curve has all lines.
+        flipped: Share of correctly answered queries that become wrong at the largest size.
+    """
 
     change: Evaluation
-    """How much more than random rows they changed the output, mean over sizes; the curve has all lines."""
     flipped: Evaluation | None
-    """The share of queries answered right that were not any more, at the largest size."""
 
     def __str__(self) -> str:
         parts = [str(self.change), str(self.change.curve)]
@@ -68,60 +71,88 @@ def removal_curve(
     resamples: int = 1000,
     **options: Any,
 ) -> RemovalCurve:
-    """Retrain without the rows that helped each query most, and see how much worse it is answered.
+    """Retrain without the rows that helped each query most, and measure how much worse it is answered.
 
-    `sizes` are numbers of rows (by default 1, 3 and 10 % of them), `queries` ids (by default ten).
-    `against` are scores of baselines, drawn beside random rows. `train="with only"` trains on the
-    named rows alone: how much of the answer they carry. Trainings are kept in the store; called
-    again, only what is missing is trained. Cost: (lines x queries + 5) x sizes x seeds trainings.
+    Trainings are saved in the store; a second call trains only missing ones. Cost: (lines x queries + 5) x
+    sizes x seeds trainings.
+
+    Args:
+        scores: Scores `[Q, N]`.
+        recipe: How models are trained.
+        store: Where trainings are saved; by default the store of the scores.
+        sizes: Numbers of rows; 1, 3 and 10% of them by default.
+        queries: Ids of the queries; ten by default.
+        against: Scores of baselines, shown next to random rows.
+        train: `without` the rows, or `with only` them, to measure how much of the answer they carry.
+        seeds: Trainings per set of rows.
+        level: Level of the intervals.
+        resamples: Bootstrap resamples.
+        options: Options of `gk.farm.run`.
+
+    Returns:
+        The curve.
+
+    Raises:
+        EvaluationError: Scores and recipe have different rows, or there is no store.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     check_bounds(level, resamples)
     where = store_of(scores, store)
     lines = [scores, *against]
-    asked = _asked(scores, queries)
-    total = _fitting(lines, recipe)
+    query_positions = _query_positions(scores, queries)
+    total = _check_rows(lines, recipe)
     counts = _sizes(sizes, total)
     rng = np.random.default_rng(0)
     sets: list[AnyArray] = []
-    for one in lines:
-        for query in asked:
-            order = np.argsort(-np.asarray(one.values[query]), kind="stable")
+    for line in lines:
+        for query in query_positions:
+            order = np.argsort(-np.asarray(line.values[query]), kind="stable")
             sets += [order[:count] for count in counts]
     for count in counts:
         sets += [rng.permutation(total)[:count] for _ in range(_RANDOM_SETS)]
-    columns = places_among(scores.query_ids, recipe.num_queries)[asked]
+    columns = places_among(scores.query_ids, recipe.num_queries)[query_positions]
     outputs = retrained(recipe, where, sets, seeds, options, train=train, whole=True)
     outputs = outputs[:, :, columns]
-    shape = (len(lines), len(asked), len(counts))
+    shape = (len(lines), len(query_positions), len(counts))
     split = int(np.prod(shape))
-    named_outputs = outputs[:split].reshape(*shape, seeds, len(asked))
+    named_outputs = outputs[:split].reshape(*shape, seeds, len(query_positions))
     own = np.stack(
-        [named_outputs[:, q, :, :, q] for q in range(len(asked))], axis=1
+        [named_outputs[:, q, :, :, q] for q in range(len(query_positions))], axis=1
     )  # [L, Q, K, S]
-    random = outputs[split:-1].reshape(len(counts), _RANDOM_SETS, seeds, len(asked)).mean(axis=1)
+    random = (
+        outputs[split:-1]
+        .reshape(len(counts), _RANDOM_SETS, seeds, len(query_positions))
+        .mean(axis=1)
+    )
     random = np.moveaxis(random, -1, 0)[None]  # [1, Q, K, S]
     whole = outputs[-1].T[None, :, None, :]  # [1, Q, 1, S]
     every = np.concatenate([own, random])
     drops = whole - every if train == "without" else every
-    names = (*(subject_of(one) for one in lines), "random rows")
+    names = (*(subject_of(line) for line in lines), "random rows")
     universe = digest_of(
-        "removal", train, np.array(counts), scores.query_ids[asked], outputs[-1], level, resamples
+        "removal",
+        train,
+        np.array(counts),
+        scores.query_ids[query_positions],
+        outputs[-1],
+        level,
+        resamples,
     )
-    sampler = QueriesAndSeeds(len(asked), seeds, resamples, universe, level)
-    sizes_told = SampleSizes(queries=len(asked), seeds=seeds, rows=max(counts))
+    sampler = QueriesAndSeeds(len(query_positions), seeds, resamples, universe, level)
+    sample_sizes = SampleSizes(queries=len(query_positions), seeds=seeds, rows=max(counts))
     metric = "removal" if train == "without" else "retention"
     change = sampler.evaluation(
         metric,
         scores,
         (drops[0] - drops[-1]).mean(axis=1),
-        sizes=sizes_told,
+        sizes=sample_sizes,
         truth=f"models trained {train} up to {max(counts)} rows",
         curve=sampler.curve("rows", np.array(counts), names, drops),
-        item_ids=scores.query_ids[asked],
+        item_ids=scores.query_ids[query_positions],
     )
     return RemovalCurve(
-        change, _flips(sampler, scores, every, whole, counts, names, asked, recipe, sizes_told)
+        change,
+        _flips(sampler, scores, every, whole, counts, names, query_positions, recipe, sample_sizes),
     )
 
 
@@ -137,15 +168,31 @@ def leave_one_out(
     resamples: int = 1000,
     **options: Any,
 ) -> Evaluation:
-    """The rank correlation over rows of their scores with what leaving each of them out really does.
+    """Compute the rank correlation of the rows' scores with the effects of leaving each of them out.
 
-    `rows` are ids, or how many: half of them those with the largest scores, half at random. One row
-    hardly moves a model, so that chance rules: see the ceiling. Cost: (rows + 1) x seeds trainings.
+    One row hardly changes a model, so chance dominates: compare with the ceiling. Cost: (rows + 1) x seeds
+    trainings.
+
+    Args:
+        scores: Scores `[Q, N]`.
+        recipe: How models are trained.
+        store: Where trainings are saved; by default the store of the scores.
+        rows: Ids, or a number: half of them with the largest scores, half at random.
+        seeds: Trainings per row.
+        level: Level of the interval.
+        resamples: Bootstrap resamples.
+        options: Options of `gk.farm.run`.
+
+    Returns:
+        The correlation with its interval and ceiling.
+
+    Raises:
+        EvaluationError: Scores and recipe have different rows, or there are too few.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     check_bounds(level, resamples)
     where = store_of(scores, store)
-    total = _fitting([scores], recipe)
+    total = _check_rows([scores], recipe)
     if isinstance(rows, int):
         _arguments.count("rows", rows, error=EvaluationError, least=5, most=total)
         strength = np.abs(np.asarray(scores.values, np.float64)).sum(axis=0)
@@ -156,7 +203,9 @@ def leave_one_out(
     else:
         chosen = places_of("rows", rows, scores.train_ids)
     if len(chosen) < 2:
-        raise EvaluationError("ranks need rows, two or more", found=len(chosen))
+        raise EvaluationError(
+            "leave_one_out needs at least two rows", code="evaluate.few_rows", found=len(chosen)
+        )
     places = places_among(scores.query_ids, recipe.num_queries)
     outputs = retrained(recipe, where, chosen[:, None], seeds, options, whole=True)
     drops = (outputs[-1] - outputs[:-1])[:, :, places]
@@ -189,10 +238,10 @@ class QueriesAndSeeds:
     universe: str
     level: float
     share: bool = False
-    """Whether the values are shares, which no interval leaves."""
+    """True if the values are shares, to clip intervals to 0 and 1."""
 
     def draws(self, values: AnyArray) -> AnyArray:
-        """The mean `[B]` in resamples of values `[Q, S]`."""
+        """Return the means `[B]` in resamples of values `[Q, S]`."""
         q = draw_weights(self.queries, self.resamples, self.universe, "queries") / self.queries
         s = draw_weights(self.seeds, self.resamples, self.universe, "seeds") / self.seeds
         return np.asarray(((q @ values) * s).sum(axis=1))
@@ -208,8 +257,8 @@ class QueriesAndSeeds:
         curve: Curve,
         item_ids: AnyArray,
     ) -> Evaluation:
-        """The evaluation that values `[Q, S]` come to."""
-        made = Evaluation.from_draws(
+        """Build the evaluation of values `[Q, S]`."""
+        unclipped = Evaluation.from_draws(
             metric,
             subject_of(scores),
             float(values.mean()),
@@ -224,10 +273,12 @@ class QueriesAndSeeds:
             captures=scores.captures,
             curve=curve,
         )
-        return dataclasses.replace(made, interval=self._interval(made.draws, made.value))
+        return dataclasses.replace(
+            unclipped, interval=self._interval(unclipped.draws, unclipped.value)
+        )
 
     def curve(self, along: str, at: AnyArray, names: tuple[str, ...], values: AnyArray) -> Curve:
-        """Lines of means of values `[lines, Q, K, S]`."""
+        """Build lines of means of values `[lines, Q, K, S]`."""
         means = values.mean(axis=(1, 3))
         spans = np.array(
             [
@@ -249,11 +300,11 @@ def _flips(
     whole: AnyArray,
     counts: list[int],
     names: tuple[str, ...],
-    asked: AnyArray,
+    query_positions: AnyArray,
     recipe: Recipe,
     sizes: SampleSizes,
 ) -> Evaluation | None:
-    """Which margins that were positive are not any more; other outputs have no such line."""
+    """Evaluate which positive margins become negative; None for other outputs."""
     right = whole[0, :, 0].mean(axis=1) > 0
     if recipe.output is not None or right.sum() < 2:
         return None
@@ -273,7 +324,7 @@ def _flips(
         sizes=SampleSizes(queries=int(right.sum()), seeds=sizes.seeds, rows=max(counts)),
         truth=f"queries answered right, without {max(counts)} rows",
         curve=few.curve("rows", np.array(counts), names, flipped),
-        item_ids=scores.query_ids[asked][right],
+        item_ids=scores.query_ids[query_positions][right],
     )
 
 
@@ -287,9 +338,9 @@ def retrained(
     train: str = "without",
     whole: bool = False,
 ) -> AnyArray:
-    """Train without each set of rows, or with it only, and last with all rows if `whole`.
+    """Train without each set of rows, or with it only, and with all rows if `whole`; return the outputs.
 
-    Outputs `[K, seeds, T]` are larger where a query is answered better.
+    Outputs `[K, seeds, T]` are larger for better answers.
     """
     masks = np.full((len(sets) + whole, recipe.num_rows), train == "without" or whole)
     for mask, rows in zip(masks, sets, strict=False):
@@ -301,19 +352,24 @@ def retrained(
 
 
 def store_of(scores: Scores | None, store: Store | None) -> Store:
-    """Where trainings are kept: the store that is named, or that of the scores."""
-    found = store if scores is None else store or scores.store
-    if found is None:
-        raise EvaluationError("no store to keep trainings in", fix="pass store=gk.open(...)")
-    return found
+    """Return the store for trainings: the passed one, or that of the scores."""
+    target = store if scores is None else store or scores.store
+    if target is None:
+        raise EvaluationError(
+            "there is no store for the trainings",
+            code="evaluate.no_store",
+            fix="Pass store=gk.open(...).",
+        )
+    return target
 
 
-def _fitting(lines: Sequence[Scores], recipe: Recipe) -> int:
+def _check_rows(lines: Sequence[Scores], recipe: Recipe) -> int:
     for one in lines:
         if len(one.train_ids) != recipe.num_rows:
             raise EvaluationError(
-                f"the recipe trains on {recipe.num_rows} rows, and {one.method} scored "
-                f"{len(one.train_ids)}"
+                "the recipe and the scores have different rows",
+                code="evaluate.other_rows",
+                found=f"{recipe.num_rows} rows of the recipe, {len(one.train_ids)} of {one.method}",
             )
     return recipe.num_rows
 
@@ -324,12 +380,12 @@ def _sizes(sizes: Sequence[int] | None, total: int) -> list[int]:
     for count in sizes:
         _arguments.count("sizes", count, error=EvaluationError, least=1, most=total - 1)
     if not len(sizes):
-        raise EvaluationError("sizes name no number of rows")
+        raise EvaluationError("sizes is empty", code="evaluate.no_sizes")
     return sorted(set(sizes))
 
 
-def _asked(scores: Scores, queries: Any) -> AnyArray:
-    """The places of the queries that are asked about."""
+def _query_positions(scores: Scores, queries: Any) -> AnyArray:
+    """Return the positions of the queries, ten evenly spaced ones by default."""
     if queries is None:
         count = min(10, len(scores.query_ids))
         return np.linspace(0, len(scores.query_ids) - 1, count).round().astype(np.int64)

@@ -1,4 +1,4 @@
-"""Ground truth: models trained on subsets, and whether scores are of the same rows."""
+"""Ground truth: models trained on subsets, and a check that scores have the same rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _AT_ONCE = 256
 
 
 def sample_rows(data: Any) -> str | None:
-    """Fingerprint evenly spaced rows of a data set: hexadecimal digests in order.
+    """Fingerprint evenly spaced rows of a dataset: hexadecimal digests in order.
 
-    A row's digest is the one that `gk.capture` keeps as `example`, for a loader that delivers the
-    same tensors. None if rows cannot be read as tensors.
+    A row's digest equals the `example` of `gk.capture` for a loader with the same tensors. None if rows cannot
+    be read as tensors.
     """
     try:
         pair = isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
@@ -46,50 +46,50 @@ def sample_rows(data: Any) -> str | None:
         places = _places(count)
         if pair:
             whole = tuple(torch.as_tensor(part)[torch.from_numpy(places)] for part in data)
-            found = digests(whole)
+            row_digests = digests(whole)
         elif isinstance(data, torch.Tensor | np.ndarray):
-            found = digests(torch.as_tensor(data)[torch.from_numpy(places)])
+            row_digests = digests(torch.as_tensor(data)[torch.from_numpy(places)])
         else:
             parts = [
                 digests(default_collate([data[int(at)] for at in places[start : start + _AT_ONCE]]))
                 for start in range(0, len(places), _AT_ONCE)
             ]
-            found = np.concatenate(parts) if parts else np.empty(0, np.uint64)
+            row_digests = np.concatenate(parts) if parts else np.empty(0, np.uint64)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, GradkeepError):
         return None
-    return " ".join(f"{int(digest):016x}" for digest in found)
+    return " ".join(f"{int(digest):016x}" for digest in row_digests)
 
 
 def check_order(sampled: str | None, examples: AnyArray, *, what: str) -> None:
-    """Raise if a sampled row is in the capture at another place than in the recipe.
+    """Raise if a sampled row has another position in the capture than in the recipe.
 
-    Rows that the capture does not hold at all are no evidence: padding and added columns change a
-    row's digest. A row that is there, but elsewhere, is.
+    Rows that the capture does not hold are ignored, because padding and added columns change a row's digest.
 
     Args:
-        sampled: What `sample_rows` gave for the recipe's data.
-        examples: Digests `[N]` of the captured rows at their places, zero where there is none.
+        sampled: Result of `sample_rows` for the recipe's data.
+        examples: Digests `[N]` of the captured rows, zero for none.
         what: Name of the rows in the error.
     """
-    wanted = np.array([int(digest, 16) for digest in (sampled or "").split()], np.uint64)
+    sampled_digests = np.array([int(digest, 16) for digest in (sampled or "").split()], np.uint64)
     places = _places(len(examples))
-    if len(wanted) != len(places):
-        return  # nothing was sampled, or of another number of rows
+    if len(sampled_digests) != len(places):
+        return  # no sample, or another number of rows
     captured = examples[places]
-    moved = (captured != wanted) & (captured != 0) & np.isin(wanted, examples)
+    moved = (captured != sampled_digests) & (captured != 0) & np.isin(sampled_digests, examples)
     if moved.any():
         row = int(places[moved][0])
         raise EvaluationError(
-            f"the {what} were captured in another order than the ground truth has them",
+            f"the order of the {what} differs between the capture and the ground truth",
+            code="evaluate.other_order",
             found=f"row {row} of the ground truth is at place "
-            f"{int(np.flatnonzero(examples == wanted[moved][0])[0])} of the capture",
-            fix="capture the rows in the order of the recipe, or train a ground truth for the "
-            "captured order under another name",
+            f"{int(np.flatnonzero(examples == sampled_digests[moved][0])[0])} of the capture",
+            fix="Capture the rows in the order of the recipe, or train a ground truth for the "
+            "captured order under another name.",
         )
 
 
 def captured_examples(scores: Scores, split: str, ids: AnyArray) -> AnyArray | None:
-    """Digests of rows of a split, from a capture that the scores were computed from."""
+    """Return digests of rows of a split, from a capture that the scores were computed from."""
     if scores.store is None:
         return None
     for key in scores.store.captures():
@@ -97,32 +97,35 @@ def captured_examples(scores: Scores, split: str, ids: AnyArray) -> AnyArray | N
             block = scores.store.read(key)
             if "example" not in block.names or not np.isin(ids, block.ids).all():
                 return None
-            found: AnyArray = block.column("example")[block.positions(ids)]
-            return found
+            examples: AnyArray = block.column("example")[block.positions(ids)]
+            return examples
     return None
 
 
 def _places(count: int) -> AnyArray:
-    # Rows whose fingerprints are kept, evenly spaced: 8 kB of text, and a shuffle moves most of
-    # them.
+    # 512 evenly spaced rows: 8 kB of text, and a shuffle moves most of them.
     return np.unique(np.linspace(0, max(0, count - 1), min(count, 512)).astype(np.int64))
 
 
 TruthPart = Literal["reporting", "choosing", "all"]
 _MASKS = "masks"
 _LEAST = 5
-"""Fewer subsets than this have no interval."""
+"""Fewest subsets for an interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoreModels:
-    """What it would take to halve an interval."""
+    """Number of models that would halve an interval.
+
+    Attributes:
+        subsets: Additional subsets; None if the interval is due to the queries.
+        models: Additional models.
+        seconds: Training time, if known.
+    """
 
     subsets: int | None
-    """As many more; None if other queries are what the interval comes from."""
     models: int | None
     seconds: float | None
-    """Of training, where the time of a model is known."""
 
     def __str__(self) -> str:
         if self.subsets is None:
@@ -133,72 +136,78 @@ class MoreModels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroundTruth:
-    """Subsets and what models trained on them said, divided into a half to choose by and one to report.
+    """Subsets and the outputs of models trained on them, divided into a choosing and a reporting half.
 
-    Every second subset, from the first, is for choosing: a damping, layers, epochs, a hybrid. The
-    others are what figures are reported on. Scores that were chosen by a subset are not judged by it.
+    Every second subset, from the first, is for choosing: a damping, layers, epochs, a hybrid. Values are
+    reported on the others. Scores that were tuned on a subset are not evaluated on it.
+
+    Attributes:
+        name: Name of the study.
+        masks: Rows of each subset `[m, N]` bool.
+        outputs: Outputs `[m, seeds, T]`, larger for better answers.
+        training: Description of the training.
+        labels: Digest of the training labels.
+        rows: Fingerprints of evenly spaced training rows.
+        query_rows: Fingerprints of evenly spaced queries.
+        parameters: Number of parameters of the model.
+        recipe: Where the recipe can be imported.
+        seconds: Time of one training, if measured.
     """
 
     name: str
     masks: AnyArray
-    """`[m, N]` bool"""
     outputs: AnyArray
-    """`[m, seeds, T]`; larger where a query is answered better"""
     training: str = ""
-    """How the models were trained."""
     labels: str | None = None
-    """The digest of the training labels."""
     rows: str | None = field(default=None, repr=False)
-    """Fingerprints of evenly spaced training rows, in order."""
-    asked: str | None = field(default=None, repr=False)
-    """Fingerprints of evenly spaced queries, in order."""
+    query_rows: str | None = field(default=None, repr=False)
     parameters: int | None = None
-    """How many the model has."""
     recipe: str | None = None
-    """Where its recipe is found."""
     seconds: float | None = None
-    """Of one training, where it was seen."""
 
     def __post_init__(self) -> None:
         masks, outputs = np.asarray(self.masks), np.asarray(self.outputs)
         if masks.ndim != 2 or outputs.ndim != 3 or len(masks) != len(outputs):
             raise EvaluationError(
-                "a ground truth is subsets and outputs of the models trained on them",
+                "masks and outputs do not match",
+                code="evaluate.wrong_truth",
                 found=f"masks {list(masks.shape)}, outputs {list(outputs.shape)}",
                 expected="[m, N] and [m, seeds, T]",
             )
         if not np.isfinite(outputs).all():
-            raise EvaluationError("some of the outputs of subset models are not numbers")
+            raise EvaluationError(
+                "some outputs of subset models are not finite", code="evaluate.not_finite"
+            )
         object.__setattr__(self, "masks", masks.astype(bool))
         object.__setattr__(self, "outputs", outputs.astype(np.float64))
 
     @property
     def num_rows(self) -> int:
-        """How many training rows the subsets are of."""
+        """Number of training rows."""
         return int(self.masks.shape[1])
 
     @property
     def num_queries(self) -> int:
-        """How many queries the models were asked."""
+        """Number of queries."""
         return int(self.outputs.shape[2])
 
     @property
     def seeds(self) -> int:
-        """How many models saw each subset."""
+        """Number of models per subset."""
         return int(self.outputs.shape[1])
 
     @property
     def choosing(self) -> SubsetOutcomes:
-        """The half that anything may be chosen by; `gk.attribute(..., subsets=truth)` takes it."""
+        """Half for choosing options; `gk.attribute(..., subsets=truth)` uses it."""
         return self.part("choosing")
 
     @property
     def reporting(self) -> SubsetOutcomes:
-        """The half that figures are reported on."""
+        """Half for reporting values."""
         return self.part("reporting")
 
     def part(self, part: TruthPart) -> SubsetOutcomes:
-        """One of the halves, or all; outputs `[m, T]` are means over seeds."""
+        """Return one of the halves, or all; outputs `[m, T]` are means over seeds."""
         rows = self._rows(part)
         name = self.name if part == "all" else f"{self.name}, {part} half"
         return SubsetOutcomes(name, self.masks[rows], self.outputs[rows].mean(axis=1))
@@ -206,44 +215,48 @@ class GroundTruth:
     def ceiling(
         self, part: TruthPart = "reporting", queries: AnyArray | None = None
     ) -> float | None:
-        """What a perfect prediction of the subsets' effect would score, by how seeds agree.
+        """Estimate the LDS of a perfect prediction, from the agreement of seeds.
 
-        The seeds are halved in many ways; r, the mean rank correlation of two halves, is stepped up
-        to all seeds (Spearman-Brown), and its root is the ceiling. None with one seed.
+        The seeds are halved in many ways; r, the mean rank correlation of two halves, is extrapolated to all seeds
+        (Spearman-Brown), and its root is the ceiling. None with one seed.
         """
         outputs = self.outputs[self._rows(part)]
         return ceiling_of(outputs if queries is None else outputs[:, :, queries])
 
-    def to_halve(self, found: Evaluation) -> MoreModels:
-        """How many more models would halve the interval of an evaluation, and what they cost.
+    def to_halve(self, evaluation: Evaluation) -> MoreModels:
+        """Estimate how many more models would halve the interval of an evaluation, and their cost.
 
-        The variance is that of subsets, which falls with their number, and that of queries, which
-        does not.
+        The variance between subsets falls with their number, the variance between queries does not.
         """
-        if found.spread_by_subsets is None or found.spread_by_queries is None:
-            raise EvaluationError("this evaluation does not depend on subsets", found=found.metric)
-        subsets, queries = found.spread_by_subsets**2, found.spread_by_queries**2
-        left = (subsets + queries) / 4 - queries
-        if left <= 0:
+        if evaluation.spread_by_subsets is None or evaluation.spread_by_queries is None:
+            raise EvaluationError(
+                "the evaluation does not depend on subsets",
+                code="evaluate.no_subsets",
+                found=evaluation.metric,
+            )
+        subsets, queries = evaluation.spread_by_subsets**2, evaluation.spread_by_queries**2
+        target = (subsets + queries) / 4 - queries
+        if target <= 0:
             return MoreModels(None, None, None)
         # The reporting half grows with every second subset.
-        more = 2 * math.ceil(found.sizes.subsets * (subsets / left - 1))
+        more = 2 * math.ceil(evaluation.sizes.subsets * (subsets / target - 1))
         models = more * self.seeds
         return MoreModels(more, models, None if self.seconds is None else models * self.seconds)
 
     def digest(self, part: TruthPart, queries: AnyArray) -> str:
-        """What tells this truth, at some queries, from others."""
+        """Return a digest of this truth for some queries."""
         rows = self._rows(part)
         return digest_of(self.masks[rows], self.outputs[rows][:, :, queries])
 
-    def refuse_chosen(self, chosen_on: tuple[str, ...], part: TruthPart) -> None:
-        """Raise if scores were chosen by subsets of this part."""
+    def require_not_tuned(self, chosen_on: tuple[str, ...], part: TruthPart) -> None:
+        """Raise if scores were tuned on subsets of this part."""
         shared = set(chosen_on) & set(subset_digests(self.masks[self._rows(part)]))
         if shared:
             raise EvaluationError(
-                "these scores were chosen by the outcomes they would be judged by",
+                "the scores were tuned on the subsets of the evaluation",
+                code="evaluate.tuned_on_truth",
                 found=f"{len(shared)} of the subsets of {self.part(part).name}",
-                fix="choose by truth.choosing (subsets=truth) and judge by the reporting half",
+                fix="Tune with truth.choosing (subsets=truth) and evaluate on the reporting half.",
             )
 
     def _rows(self, part: TruthPart) -> AnyArray:
@@ -251,14 +264,19 @@ class GroundTruth:
         if part == "all":
             return every
         if part not in ("choosing", "reporting"):
-            raise EvaluationError(f"no part {part!r}", expected="'reporting', 'choosing' or 'all'")
+            raise EvaluationError(
+                f"there is no part {part!r}",
+                code="evaluate.unknown_part",
+                expected="'reporting', 'choosing' or 'all'",
+            )
         rows = every[0 if part == "choosing" else 1 :: 2]
         if len(rows) < _LEAST:
             raise EvaluationError(
-                "too few subsets for an interval",
+                "there are too few subsets for an interval",
+                code="evaluate.few_subsets",
                 found=f"{len(rows)} in the {part} half of {self.name}",
-                expected=f"{_LEAST} or more",
-                fix="gk.evaluate.ground_truth(..., subsets=...) with more adds to those that are done",
+                expected=f"at least {_LEAST}",
+                fix="Add subsets with gk.evaluate.ground_truth(..., subsets=...).",
             )
         return rows
 
@@ -277,22 +295,40 @@ def ground_truth(
     keep_models: bool | Callable[[], Any] = False,
     **options: Any,
 ) -> GroundTruth:
-    """Train `seeds` models on each of so many random shares `alpha` of the rows, and keep what they say.
+    """Train models on random subsets of the rows, and save their outputs.
 
-    The models are a `gk.datamodels.Study` of that name in the store: interrupted, it resumes; more
-    subsets are added to those that are there; `damping="auto"`, datamodels, hybrids and evaluations
-    all read it. `options` are those of `gk.farm.run`: `workers`, `engine` (Ray, SLURM), `progress`.
-    Cost: subsets x seeds trainings, many at a time where a `Training` can be stacked.
+    The models are a `gk.datamodels.Study` in the store: it resumes after an interruption, and more subsets can
+    be added. `damping="auto"`, datamodels, hybrids and evaluations read it. Cost: subsets x seeds trainings,
+    many at a time if a `Training` can be stacked.
 
-    >>> import tempfile, torch
-    >>> from gradkeep.datamodels import Training
-    >>> from gradkeep.evaluate import Recipe
-    >>> x, y = torch.randn(20, 4), torch.arange(20) % 2
-    >>> training = Training(lambda: torch.nn.Linear(4, 2), epochs=1, batch_size=5)
-    >>> recipe = Recipe((x, y), (x[:3], y[:3]), training)
-    >>> truth = ground_truth(tempfile.mkdtemp(), recipe, subsets=10, stacked=False, workers=0)
-    >>> truth.masks.shape, truth.outputs.shape, len(truth.reporting.masks)
-    ((10, 20), (10, 2, 3), 5)
+    Args:
+        store: The store, or its path.
+        recipe: How models are trained.
+        subsets: Number of subsets.
+        seeds: Models per subset.
+        alpha: Share of the rows in a subset.
+        name: Name of the study.
+        seed: Seed of the subsets.
+        stacked: Train many models at a time; automatic by default.
+        keep_models: Save the trained models.
+        options: Options of `gk.farm.run`: `workers`, `engine` (Ray, SLURM), `progress`.
+
+    Returns:
+        The ground truth.
+
+    Raises:
+        EvaluationError: Some models could not be trained.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from gradkeep.datamodels import Training
+        >>> from gradkeep.evaluate import Recipe
+        >>> x, y = torch.randn(20, 4), torch.arange(20) % 2
+        >>> training = Training(lambda: torch.nn.Linear(4, 2), epochs=1, batch_size=5)
+        >>> recipe = Recipe((x, y), (x[:3], y[:3]), training)
+        >>> truth = ground_truth(tempfile.mkdtemp(), recipe, subsets=10, stacked=False, workers=0)
+        >>> truth.masks.shape, truth.outputs.shape, len(truth.reporting.masks)
+        ((10, 20), (10, 2, 3), 5)
     """
     _arguments.count("subsets", subsets, error=EvaluationError, least=2 * _LEAST)
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
@@ -312,10 +348,11 @@ def ground_truth(
     if not outcome.complete:
         why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
         raise EvaluationError(
-            "some of the subset models could not be trained",
+            "some subset models could not be trained",
+            code="evaluate.training_failed",
             path=study.rows.path,
             found="; ".join([str(outcome.progress), *why]),
-            fix="mend the training and call again: what is done stays",
+            fix="Fix the training and call again: finished models are not trained again.",
         )
     trained = len(study.done()) - before
     return load_truth(opened, name, seconds=outcome.seconds / trained if trained >= seeds else None)
@@ -329,9 +366,21 @@ def load_truth(
     output: str | None = None,
     seconds: float | None = None,
 ) -> GroundTruth:
-    """The ground truth of that name in a store, or the only one; any study can serve as one.
+    """Load a ground truth; any study can serve as one.
 
-    Subsets of which not all seeds are done are left out.
+    Subsets with unfinished seeds are left out.
+
+    Args:
+        store: The store, or its path.
+        name: Name of the study; the only ground truth by default.
+        output: Name of the output, if the study has several.
+        seconds: Time of one training, if known.
+
+    Returns:
+        The ground truth.
+
+    Raises:
+        EvaluationError: There is no such ground truth, or none of its subsets is finished.
     """
     opened = open_store(store, create=False)
     names = opened.row_sets()
@@ -340,18 +389,24 @@ def load_truth(
         whole = [one for one in marked if ".removals." not in one]
         if len(whole) != 1:
             raise EvaluationError(
-                "which ground truth?" if whole else "the store holds no ground truth",
+                f"the store holds {'several ground truths' if whole else 'no ground truth'}",
+                code="evaluate.several_truths" if whole else "evaluate.no_truth",
                 path=opened.location,
                 found=", ".join(whole) or ", ".join(names) or "no subset models",
-                fix="name it" if whole else "gk.evaluate.ground_truth(store, recipe) trains one",
+                fix="Pass its name."
+                if whole
+                else "Train one with gk.evaluate.ground_truth(store, recipe).",
             )
         name = whole[0]
     if name not in names:
         raise EvaluationError(
-            f"no ground truth {name!r}", path=opened.location, found=", ".join(names) or "none"
+            f"there is no ground truth {name!r}",
+            code="evaluate.unknown_truth",
+            path=opened.location,
+            found=", ".join(names) or "none",
         )
     rows = opened.rows(name)
-    told = rows.schema.fingerprints
+    fingerprints = rows.schema.fingerprints
     fitting = [
         array.name
         for array in rows.schema.arrays
@@ -360,12 +415,13 @@ def load_truth(
     ]
     if _MASKS not in [array.name for array in rows.schema.arrays] or len(fitting) != 1:
         raise EvaluationError(
-            f"{name!r} is no ground truth: it needs masks and one output per query",
+            f"{name!r} is not a ground truth, which has masks and one output per query",
+            code="evaluate.not_a_truth",
             path=rows.path,
             found=", ".join(array.name for array in rows.schema.arrays),
-            fix="name one with output=" if len(fitting) > 1 else "",
+            fix="Select one with output=." if len(fitting) > 1 else "",
         )
-    seeds = int(told.get("repeats") or 1)
+    seeds = int(fingerprints.get("repeats") or 1)
     done = rows.done()
     subset = done // seeds
     whole_subsets = (
@@ -374,40 +430,43 @@ def load_truth(
     models = (whole_subsets[:, None] * seeds + np.arange(seeds)).ravel()
     if not len(models):
         raise EvaluationError(
-            f"no subset of {name!r} is done", path=rows.path, fix="run the study to its end"
+            f"no subset of {name!r} is finished",
+            code="evaluate.unfinished_truth",
+            path=rows.path,
+            fix="Run the study to its end.",
         )
     masks = np.asarray(rows.read(models[::seeds], [_MASKS])[_MASKS])
     outputs = np.asarray(rows.read(models, [fitting[0]])[fitting[0]], np.float64)
-    sign = -1.0 if told.get(FALLING) else 1.0
-    parameters = told.get("parameters")
+    sign = -1.0 if fingerprints.get(FALLING) else 1.0
+    parameters = fingerprints.get("parameters")
     return GroundTruth(
         name,
         masks,
         sign * outputs.reshape(len(whole_subsets), seeds, -1),
-        training=str(told.get("training", "")),
-        labels=None if told.get("labels") is None else str(told["labels"]),
-        rows=None if told.get("rows") is None else str(told["rows"]),
-        asked=None if told.get("asked") is None else str(told["asked"]),
+        training=str(fingerprints.get("training", "")),
+        labels=None if fingerprints.get("labels") is None else str(fingerprints["labels"]),
+        rows=None if fingerprints.get("rows") is None else str(fingerprints["rows"]),
+        query_rows=None if fingerprints.get("asked") is None else str(fingerprints["asked"]),
         parameters=None if parameters is None else int(parameters),
-        recipe=None if told.get("recipe") is None else str(told["recipe"]),
+        recipe=None if fingerprints.get("recipe") is None else str(fingerprints["recipe"]),
         seconds=seconds,
     )
 
 
 def ceiling_of(outputs: AnyArray) -> float | None:
-    """The root of how far the mean over seeds of outputs `[m, seeds, T]` would agree with another's."""
+    """Return the root of the expected agreement of the mean over seeds of outputs `[m, seeds, T]` with another."""
     seeds = outputs.shape[1]
     half = seeds // 2
     if half == 0 or len(outputs) < 3:
         return None
-    rng, found = np.random.default_rng(0), []
-    # Ways to halve the seeds that the ceiling is averaged over.
+    rng, correlations = np.random.default_rng(0), []
+    # Average over 20 random halvings of the seeds.
     for _ in range(20 if seeds > 2 else 1):
         order = rng.permutation(seeds)
         one, other = (outputs[:, order[at : at + half]].mean(axis=1) for at in (0, half))
         each = column_correlations(one, other)
-        found.append(each[np.isfinite(each)].mean() if np.isfinite(each).any() else 0.0)
-    r = float(np.mean(found))
+        correlations.append(each[np.isfinite(each)].mean() if np.isfinite(each).any() else 0.0)
+    r = float(np.mean(correlations))
     if not math.isfinite(r) or r <= 0:
         return 0.0
     one_seed = r / (half - (half - 1) * r)

@@ -1,5 +1,4 @@
-"""Arithmetic of rows: norms, inner products, tiles, and rows with different numbers of
-positions."""
+"""Arithmetic of rows: norms, inner products, tiles, and rows with different numbers of positions."""
 
 from __future__ import annotations
 

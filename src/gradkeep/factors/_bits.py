@@ -119,8 +119,7 @@ class Bits(Form[BitRows]):
 
     @property
     def repeated_error(self) -> float:
-        """Relative error of recomputed rows: coordinates near a bound between levels may cross
-        it."""
+        """Relative error of recomputed rows: coordinates near a bound between levels may cross it."""
         return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01) if not self.group else 0.2
 
     def read(self, source: ArraySource) -> BitRows:

@@ -140,8 +140,7 @@ class Convolution(Form[ConvolutionRows]):
     def as_outer(
         self, rows: ConvolutionRows, *, prefix: str, suffix: str
     ) -> tuple[Outer, OuterRows] | None:
-        """Return a linear layer on patches, if there is one group and the bias reads the same
-        positions."""
+        """Return a linear layer on patches, if there is one group and the bias reads the same positions."""
         if self.groups > 1 or self.bias == "wide" or self.positions == 1:
             return None
         linear, (only,) = self.unfolded(rows)
@@ -339,8 +338,7 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def temporaries(self, rows: ConvolutionRows) -> int:
-        """Return the temporary values per row while it is restored: its patches, and the padded
-        array."""
+        """Return the temporary values per row while it is restored: its patches, and the padded array."""
         del rows
         return self.patch_values + self.padded_values
 
@@ -375,8 +373,7 @@ class Convolution(Form[ConvolutionRows]):
         ]
 
     def patches(self, wide: Tensor) -> Tensor:
-        """Return a view `[B, C, *kernel, *out]` of the padded array: what each tap reads at each
-        position."""
+        """Return a view `[B, C, *kernel, *out]` of the padded array: what each tap reads at each position."""
         whole = self.padded(wide)
         axes = range(2, whole.dim())
         taps = [whole.stride(axis) * self.dilation[axis - 2] for axis in axes]
@@ -390,8 +387,7 @@ class Convolution(Form[ConvolutionRows]):
         return self.patches(wide).reshape(shape)
 
     def unfolded(self, rows: ConvolutionRows) -> tuple[Outer, list[OuterRows]]:
-        """Return the convolution as a linear layer on patches, one per group, with T positions per
-        row."""
+        """Return the convolution as a linear layer on patches, one per group, with T positions per row."""
         count, groups, length = len(rows), self.groups, self.positions
         inner, outer = self.channels // groups, self.filters // groups
         linear = Outer((), "", "", inner * self.taps, outer, bias=self.bias == "narrow")

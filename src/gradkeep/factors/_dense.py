@@ -89,8 +89,7 @@ class Dense(Form[DenseRows]):
         return "projection" if self.sketch else "gradient"
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
-        """Return weights with the biases that follow them, and vectors; small gradients as one
-        vector."""
+        """Return weights with the biases that follow them, and vectors; small gradients as one vector."""
         if self.sketch or self.size <= WHOLE:
             return (WeightVector(self.size),)
         blocks: list[WeightBlock] = []

@@ -233,8 +233,7 @@ class Form(Protocol[R]):
         raise AssertionError(f"{self.kind} has no prefix to share with {array}")
 
     def as_outer(self, rows: R, *, prefix: str, suffix: str) -> tuple[Outer, OuterRows] | None:
-        """Return the gradients as those of a linear layer with several positions per row, if
-        possible."""
+        """Return the gradients as those of a linear layer with several positions per row, if possible."""
         del rows, prefix, suffix
         return None
 
@@ -270,12 +269,10 @@ class Form(Protocol[R]):
         """Return squared norms of the gradients `[B]`, in the cheapest exact way."""
 
     def weighted_sum(self, rows: R, weights: Tensor) -> Tensor:
-        """Return weighted sums of gradients, weights `[K, B]` -> `[K, P]`, without restoring
-        each."""
+        """Return weighted sums of gradients, weights `[K, B]` -> `[K, P]`, without restoring each."""
 
     def products(self, queries: R, train: R, compute: Compute, *, scratch: int) -> Tensor:
-        """Return inner products `[Q, N]` of stored rows, for computes other than half and
-        restored."""
+        """Return inner products `[Q, N]` of stored rows, for computes other than half and restored."""
 
     def half(self, rows: R, directions: Tensor, *, scratch: int) -> Tensor:
         """Return products `[K, B]` with dense directions `[K, P]`, multiplied with the factors."""
@@ -310,8 +307,7 @@ class Form(Protocol[R]):
         return out
 
     def outer_products(self, rows: R, *, scratch: int) -> Iterator[OuterProducts] | None:
-        """Return the gradients of the first parameter as sums of outer products; None if there are
-        none."""
+        """Return the gradients of the first parameter as sums of outer products; None if there are none."""
         del rows, scratch
         return None
 
@@ -321,8 +317,7 @@ class Form(Protocol[R]):
 
     @property
     def tabled(self) -> bool:
-        """True if products begin with tables of the queries, which pay off for many rows at
-        once."""
+        """True if products begin with tables of the queries, which pay off for many rows at once."""
         return False
 
     def chained(self, parts: Sequence[R]) -> R:
@@ -412,8 +407,7 @@ class Form(Protocol[R]):
         return out
 
     def sketched(self, rows: R, directions: Tensor, *, scratch: int) -> Tensor:
-        """Compute `along` with an error of up to 1% of a row's norm, for codes that are rounded
-        anyway."""
+        """Compute `along` with an error of up to 1% of a row's norm, for codes that are rounded anyway."""
         return self.along(rows, directions, scratch=scratch)
 
     def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
@@ -425,8 +419,7 @@ class Form(Protocol[R]):
         return None
 
     def restored_tiles(self, rows: R, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield `(start, stop, gradients [stop - start, P])`, with about `scratch` bytes per
-        tile."""
+        """Yield `(start, stop, gradients [stop - start, P])`, with about `scratch` bytes per tile."""
         values = self.restored_size + self.temporaries(rows)
         item = rows.example.element_size()
         for start, stop in tiles(len(rows), values, item, min(scratch, RESTORED)):
@@ -445,8 +438,7 @@ class Form(Protocol[R]):
                 )
 
     def _half_is_less(self, rows: R, directions: int) -> bool:
-        """Return True if K T products with a weight cost less than restoring it from T
-        positions."""
+        """Return True if K T products with a weight cost less than restoring it from T positions."""
         if self.sparse or "restored" not in self.computes:
             return True
         positions = rows.positions / max(1, len(rows))
@@ -460,8 +452,7 @@ class Form(Protocol[R]):
         return bool(self == other)
 
     def shared_prefix(self, other: Form[Any]) -> tuple[str, str] | None:
-        """Return the arrays that this form and the queries' read; layers with equal ones can be
-        joined."""
+        """Return the arrays that this form and the queries' read; layers with equal ones can be joined."""
         del other
         return None
 

@@ -170,15 +170,13 @@ class Lookup(Form[LookupRows]):
     def between(
         self, rows: LookupRows, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
     ) -> Tensor:
-        """Return L^T W R `[B, 1, r, c]`: tokens read rows of L; T c (width + r) products per
-        row."""
+        """Return L^T W R `[B, 1, r, c]`: tokens read rows of L; T c (width + r) products per row."""
         del block
         moved = rows.g @ col_vectors[0].to(rows.g.dtype)
         return summed_products(row_vectors[0].to(moved.dtype)[rows.ids], moved, rows.spans)
 
     def squared_norms(self, rows: LookupRows) -> Tensor:
-        """Return squared norms `[B]` of each row's sums over equal ids; 4 T width operations per
-        row."""
+        """Return squared norms `[B]` of each row's sums over equal ids; 4 T width operations per row."""
         once = self.coalesced(rows)
         return sum_rows(squared_lengths(once.g)[:, None], once.spans)[:, 0]
 
@@ -198,8 +196,7 @@ class Lookup(Form[LookupRows]):
         return self.weighted_sum(LookupRows(once.ids, once.g.square(), once.offsets), weights)
 
     def half(self, rows: LookupRows, directions: Tensor, *, scratch: int) -> Tensor:
-        """Return products with dense directions W `[K, rows * width]`: sum over t of `g_t .
-        W[id_t]`."""
+        """Return products with dense directions W `[K, rows * width]`: sum over t of `g_t . W[id_t]`."""
         parts = rows.spans
         out = rows.g.new_empty(len(directions), len(rows))
         table = directions.view(len(directions), self.rows, self.width)

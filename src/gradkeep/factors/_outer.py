@@ -226,8 +226,7 @@ class Outer(Form[OuterRows]):
         return sum_pairs(queries.spans, train.spans, product, like=train.x, scratch=scratch)
 
     def restore(self, rows: OuterRows) -> Tensor:
-        """Return gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations
-        per row."""
+        """Return gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations per row."""
         parts = rows.spans
         out = rows.x.new_empty(len(rows), self.restored_size)
         weight, bias = self.split(out)
@@ -260,8 +259,7 @@ class Outer(Form[OuterRows]):
         return summed_products(rows.g @ row_vectors[0].to(rows.g.dtype), x, rows.spans)
 
     def squared_norms(self, rows: OuterRows) -> Tensor:
-        """Return squared norms `[B]` from each row's Gram matrices, or restored rows if T is
-        large."""
+        """Return squared norms `[B]` from each row's Gram matrices, or restored rows if T is large."""
         parts = rows.spans
         if parts.uniform == 1:
             inputs = squared_lengths(rows.x)
@@ -304,8 +302,7 @@ class Outer(Form[OuterRows]):
         return out
 
     def weighted_squares(self, rows: OuterRows, weights: Tensor) -> Tensor:
-        """Return weighted sums of squared gradients `[K, P]`; from squares with one position per
-        row."""
+        """Return weighted sums of squared gradients `[K, P]`; from squares with one position per row."""
         if rows.spans.uniform != 1:
             return Form.weighted_squares(self, rows, weights)
         return self.weighted_sum(OuterRows(rows.x.square(), rows.g.square()), weights)
@@ -453,8 +450,7 @@ def linear_cost(d_in: int, d_out: int, load: ProductSize) -> Cost:
 
 
 def pair_sums_cost(load: ProductSize) -> Cost:
-    """Cost of the elementwise product of two matrices of all positions, summed for each pair of
-    rows."""
+    """Cost of the elementwise product of two matrices of all positions, summed for each pair of rows."""
     pairs = load.query_positions * load.train_positions
     tile = max(min(load.scratch // 3, CACHED) // VALUE, load.t_query * load.t_train)
     cost = elementwise(pairs, TOUCH + WRITE) + temporaries(3 * min(tile, pairs))

@@ -130,8 +130,7 @@ def _of_group(form: Convolution, array: Tensor, group: int) -> Tensor:
 
 
 def products(ours: Tensor, theirs: Tensor, axes: int) -> Tensor:
-    """Return the products over C of all pairs: `[*size, Q, C]`, `[*size, N, C]` -> `[*size, Q,
-    *size, N]`."""
+    """Return the products over C of all pairs: `[*size, Q, C]`, `[*size, N, C]` -> `[*size, Q, *size, N]`."""
     matrix = ours.reshape(-1, ours.shape[-1]) @ theirs.reshape(-1, theirs.shape[-1]).t()
     return matrix.view(*ours.shape[:-1], *theirs.shape[:-1])
 
@@ -162,8 +161,7 @@ def _along(sums: Tensor, shifts: list[int], axis: int, other: int, length: int) 
 
 
 def norm_passes(form: Convolution) -> tuple[int, int]:
-    """Count operations of the products of a row's own pixels, and the results that are then
-    summed."""
+    """Count operations of the products of a row's own pixels, and the results that are then summed."""
     areas, passes = 0, 3
     for which, shifts in phases(form):
         size = (len(range(*part.indices(n))) for part, n in zip(which, form.size, strict=True))

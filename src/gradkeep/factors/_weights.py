@@ -124,8 +124,7 @@ class BlockProjection:
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def applied(self, form: Form[GradientRows], rows: GradientRows, block: WeightBlock) -> Tensor:
-        """Return the coordinates `[B, k]` of rows; products of both sides, then `folds * k` sums
-        per row."""
+        """Return the coordinates `[B, k]` of rows; products of both sides, then `folds * k` sums per row."""
         values = form.between(rows, block, self.row_vectors, self.col_vectors).flatten(1)
         if self.chosen is not None:
             values = values[:, self.chosen.flatten().to(values.device)]
@@ -135,8 +134,7 @@ class BlockProjection:
         return torch.einsum("bfk,fk->bk", values.view(len(values), *weights.shape), weights)
 
     def pulled_back(self, coordinates: Tensor) -> Tensor:
-        """Return matrices `[K, G, R, C]` whose products with W are those of coordinates `[K, k]`
-        with W's."""
+        """Return matrices `[K, G, R, C]` whose products with W are those of coordinates `[K, k]` with W's."""
         groups, r, c = (
             self.row_vectors.shape[0],
             self.row_vectors.shape[2],
@@ -185,8 +183,7 @@ class LayerProjection:
         rows: GradientRows,
         blocks: Sequence[WeightBlock] | None = None,
     ) -> Tensor:
-        """Return the coordinates `[B, size]` of some rows; `blocks` are those of the form by
-        default."""
+        """Return the coordinates `[B, size]` of some rows; `blocks` are those of the form by default."""
         parts = [
             own.applied(form, rows, block)
             for own, block in zip(self.blocks, blocks or form.weight_blocks(), strict=True)

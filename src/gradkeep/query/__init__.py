@@ -1,6 +1,6 @@
 """Products, top-k, Gram matrices and statistics of stored gradients, without restoring them."""
 
-from gradkeep.query._code_making import small_codes
+from gradkeep.query._build_codes import small_codes
 from gradkeep.query._gradients import Gradients, gradients
 from gradkeep.query._products import cosine, dot, gram, top
 from gradkeep.query._sums import along, mean, squares, total, variance

@@ -1,4 +1,4 @@
-"""Multiplying kept gradients tile by tile, layer by layer, inside a byte budget."""
+"""Multiply stored gradients tile by tile and layer by layer within a memory budget."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import AnyForm, Compute, GradientRows
     from gradkeep.query._gradients import FactorBatch, Gradients
 
-ComputeWish = str | Mapping[str, str] | None
-"""A way to multiply all layers, or one for each glob of layers; None: the planner's choice."""
+ComputeSpec = str | Mapping[str, str] | None
+"""Algorithm for all layers, or one for each glob of layers; None: chosen by the planner."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerProduct:
-    """One layer, or layers that share a prefix, as both sides see it."""
+    """One layer, or layers that share a prefix, of queries and training rows."""
 
     layers: tuple[str, ...]
     form: AnyForm
     compute: Compute
     mixed: bool = False
-    """Kept in two different forms: both are restored."""
+    """True if both sides are stored in different forms: both are restored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientPair:
-    """Queries and training rows captured at the same checkpoint, with the weight of their products."""
+    """Queries and training rows at the same checkpoint, with the weight of their products."""
 
     queries: Gradients
     train: Gradients
@@ -54,7 +54,7 @@ class GradientPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProductTile:
-    """The products `[L or 1, q, n]` of some queries with some training rows."""
+    """Products `[L or 1, q, n]` of some queries with some training rows."""
 
     query_start: int
     train_start: int
@@ -62,13 +62,13 @@ class ProductTile:
 
 
 class ProductEngine:
-    """A question about some pairs, planned; `tiles` computes it."""
+    """Planned products of some pairs; `tiles` computes them."""
 
     def __init__(
         self,
         pairs: Sequence[GradientPair],
         *,
-        compute: ComputeWish = None,
+        compute: ComputeSpec = None,
         memory_budget: float | str | None = None,
         per_layer: bool = False,
         answer: int,
@@ -76,9 +76,9 @@ class ProductEngine:
         rows: Sequence[int] | None = None,
         stop: int | None = None,
     ) -> None:
-        """`positions` picks queries and `rows` training rows; None: all of them.
+        """Plan products; `positions` selects queries and `rows` training rows, all by default.
 
-        With `stop`, tiles that begin at or after that training row are left out.
+        With `stop`, tiles that begin at or after that training row are skipped.
         """
         check_pairs(pairs)
         self.pairs, self.per_layer = list(pairs), per_layer
@@ -100,9 +100,9 @@ class ProductEngine:
         self.sides: list[list[LayerProduct]] = []
         steps: list[QueryStep] = []
         for pair, probe in zip(self.pairs, probes, strict=True):
-            sides, told = self._sides(pair, probe, compute)
+            sides, pair_steps = self._sides(pair, probe, compute)
             self.sides.append(sides)
-            steps += told
+            steps += pair_steps
         self.plan = QueryPlan(
             steps=tuple(steps),
             query_rows=self.shares.query_rows,
@@ -112,24 +112,24 @@ class ProductEngine:
         )
 
     def tiles(self) -> Iterator[ProductTile]:
-        """All products, tile by tile; of several pairs, their weighted sum."""
+        """Iterate over all products by tile; of several pairs, their weighted sum."""
         step = self.shares.query_rows
         for begin in range(0, len(self.positions), step):
             chosen = self.positions[begin : begin + step]
-            asked = [
+            query_tiles = [
                 _QueryTile(pair, sides, chosen, self.shares, self.rows)
                 for pair, sides in zip(self.pairs, self.sides, strict=True)
             ]
             for parts in self._train():
                 total: torch.Tensor | None = None
-                for one, part in zip(asked, parts, strict=True):
-                    values = one.against(part, per_layer=self.per_layer)
+                for query_tile, part in zip(query_tiles, parts, strict=True):
+                    values = query_tile.against(part, per_layer=self.per_layer)
                     total = values if total is None else total.add_(values)
                 assert total is not None
                 yield ProductTile(begin, parts[0].start, total)
 
     def matrix(self) -> torch.Tensor:
-        """All products `[Q, N]` of a question that is not asked layer by layer."""
+        """Return all products `[Q, N]`, summed over layers."""
         values = torch.empty(len(self.positions), self.num_train)
         for tile in self.tiles():
             part = tile.values[0]
@@ -138,7 +138,7 @@ class ProductEngine:
         return values
 
     def _train(self) -> Iterator[list[FactorBatch]]:
-        """Tiles of training rows: streamed, or picked, or for several checkpoints read side by side."""
+        """Iterate over tiles of training rows: streamed, picked, or of several checkpoints together."""
         rows = self.shares.train_rows
         if len(self.pairs) == 1 and self.rows is None:
             train = self.pairs[0].train
@@ -159,11 +159,11 @@ class ProductEngine:
             ]
 
     def _sides(
-        self, pair: GradientPair, probe: _RowSizes, compute: ComputeWish
+        self, pair: GradientPair, probe: _RowSizes, compute: ComputeSpec
     ) -> tuple[list[LayerProduct], list[QueryStep]]:
         sides, steps = [], []
         groups: dict[tuple[str, str], int] = {}
-        """Where the layers stand that read these two prefixes."""
+        """Index of the product of layers that share these two prefixes."""
         for name, form in pair.train.forms.items():
             other = pair.queries.forms[name]
             forced = _forced(name, compute)
@@ -194,7 +194,7 @@ class ProductEngine:
 
 
 class _QueryTile:
-    """A tile of queries in memory, restored where that is how their layer is multiplied."""
+    """Tile of queries in memory, restored for layers that are multiplied that way."""
 
     def __init__(
         self,
@@ -209,30 +209,32 @@ class _QueryTile:
         self.slopes = pair.queries.slopes_at(positions)
         self.train_slopes = pair.train.slopes() if train is None else pair.train.slopes_at(train)
         self.factors: list[GradientRows | torch.Tensor] = []
-        left = split.restored
+        remaining = split.restored
         for side in sides:
             form = pair.queries.forms[side.layers[0]]
             rows = form.join([some.factors[name] for name in side.layers])
             needed = len(positions) * side.form.gradient_size * 4
-            restorable = side.mixed or (side.compute in ("half", "restored") and needed <= left)
+            restorable = side.mixed or (
+                side.compute in ("half", "restored") and needed <= remaining
+            )
             if restorable:
-                left -= needed
+                remaining -= needed
                 self.factors.append(form.restore(rows))
             else:
                 self.factors.append(rows)
 
     def against(self, part: FactorBatch, *, per_layer: bool) -> torch.Tensor:
-        """The products `[L or 1, q, n]` with some training rows."""
-        found: list[torch.Tensor] = []
+        """Compute the products `[L or 1, q, n]` with some training rows."""
+        products: list[torch.Tensor] = []
         for side, queries in zip(self.sides, self.factors, strict=True):
             form = self.pair.train.forms[side.layers[0]]
             rows = form.join([part.factors[name] for name in side.layers])
-            values = self._one(side, form, queries, rows).float()
-            if found and not per_layer:
-                found[0].add_(values)
+            values = self._multiply(side, form, queries, rows).float()
+            if products and not per_layer:
+                products[0].add_(values)
             else:
-                found.append(values)
-        total = torch.stack(found)
+                products.append(values)
+        total = torch.stack(products)
         total *= self.pair.weight
         if self.slopes is not None:
             total *= self.slopes.unsqueeze(1)
@@ -240,7 +242,7 @@ class _QueryTile:
             total *= self.train_slopes[part.start : part.stop]
         return total
 
-    def _one(
+    def _multiply(
         self,
         side: LayerProduct,
         form: AnyForm,
@@ -258,18 +260,18 @@ class _QueryTile:
 def _chained(
     parts: Iterator[FactorBatch], forms: Mapping[str, AnyForm], rows: int
 ) -> Iterator[FactorBatch]:
-    """Parts that follow each other, joined to at most `rows` rows."""
+    """Join consecutive parts to at most `rows` rows."""
     waiting: list[FactorBatch] = []
     for part in parts:
         if waiting and part.stop - waiting[0].start > rows:
-            yield _one_of(waiting, forms)
+            yield _join_parts(waiting, forms)
             waiting = []
         waiting.append(part)
     if waiting:
-        yield _one_of(waiting, forms)
+        yield _join_parts(waiting, forms)
 
 
-def _one_of(parts: list[FactorBatch], forms: Mapping[str, AnyForm]) -> FactorBatch:
+def _join_parts(parts: list[FactorBatch], forms: Mapping[str, AnyForm]) -> FactorBatch:
     if len(parts) == 1:
         return parts[0]
     factors = {
@@ -280,7 +282,7 @@ def _one_of(parts: list[FactorBatch], forms: Mapping[str, AnyForm]) -> FactorBat
 
 @dataclass(frozen=True, slots=True)
 class _RowSizes:
-    """The sizes of a few rows of both sides."""
+    """Sizes of some rows of both sides."""
 
     query_row: float
     train_row: float
@@ -295,13 +297,15 @@ def _probe(pair: GradientPair) -> _RowSizes:
 
 
 def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
-    """Bytes per row in memory, and positions per row and layer, from rows spread over the block."""
+    """Return bytes per row in memory, and positions per row and layer, from rows spread over the block."""
     count = min(len(side), 16)
     if not count:
-        raise QueryError("there are no rows to ask about", found=repr(side))
+        raise QueryError("there are no rows", code="query.no_rows", found=repr(side))
     names = {name for form in side.forms.values() for name in form.arrays}
     arrays = [array for array in side.block.schema.arrays if array.name in names]
-    if not any(array.ragged for array in arrays):  # all rows are alike: nothing needs to be read
+    if not any(
+        array.ragged for array in arrays
+    ):  # all rows have the same size: nothing needs to be read
         whole = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
         return float(whole), {name: form.fixed_positions for name, form in side.forms.items()}
     some = side.rows([index * len(side) // count for index in range(count)])
@@ -312,22 +316,24 @@ def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
     if len(pairs) == 0:
-        raise QueryError("no gradients to compare")
+        raise QueryError("there are no gradients to compare", code="query.no_gradients")
     for pair in pairs:
         queries, train = pair.queries, pair.train
         if queries.weights != train.weights:
             raise QueryError(
-                "queries and training rows were captured at different weights",
+                "queries and training rows were captured with different weights",
+                code="query.different_weights",
                 found=f"{queries.key.checkpoint} and {train.key.checkpoint}",
                 expected="one checkpoint",
-                fix=f"capture {queries.key.split} at checkpoint {train.key.checkpoint!r} too",
+                fix=f"Capture {queries.key.split} at checkpoint {train.key.checkpoint!r} too.",
             )
         if list(queries.forms) != list(train.forms):
             differing = sorted(set(queries.forms) ^ set(train.forms))
             raise QueryError(
                 "queries and training rows hold different layers",
+                code="query.different_layers",
                 found=", ".join(differing[:8]),
-                fix="pass layers= with those that both have, or capture both alike",
+                fix="Pass layers= that both have, or capture both with the same layers.",
             )
         for name, form in train.forms.items():
             if form.basis != queries.forms[name].basis:
@@ -335,6 +341,7 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
             if form.parameters != queries.forms[name].parameters:
                 raise QueryError(
                     f"layer {name} has other parameters in the queries",
+                    code="query.different_parameters",
                     found=str(queries.forms[name].parameters),
                     expected=str(form.parameters),
                 )
@@ -345,25 +352,27 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
                 raise QueryError(
                     f"{one.key.split} holds other rows at {one.key.checkpoint} "
                     f"than at {other.key.checkpoint}",
-                    fix="capture the same data in the same order at every checkpoint",
+                    code="query.different_rows",
+                    fix="Capture the same data in the same order at every checkpoint.",
                 )
 
 
 def _other_basis(layer: str, queries: Gradients, train: Gradients) -> QueryError:
-    found = [
+    kinds = [
         "gradients" if side.forms[layer].basis is None else "coordinates"
         for side in (queries, train)
     ]
     return QueryError(
-        f"layer {layer} is kept in another basis in the queries than in the training rows",
-        found=f"{found[0]} of {queries.key.split}, {found[1]} of {train.key.split}",
+        f"layer {layer} is stored in another basis for the queries than for the training rows",
+        code="query.different_basis",
+        found=f"{kinds[0]} of {queries.key.split}, {kinds[1]} of {train.key.split}",
         expected="both in one basis, or both as gradients",
-        fix=f"capture {queries.key.split} with keep='queries', after {train.key.split} and under the "
-        "same name=",
+        fix=f"Capture {queries.key.split} with keep='queries', after {train.key.split} and under the "
+        "same name=.",
     )
 
 
-def _forced(layer: str, compute: ComputeWish) -> str | None:
+def _forced(layer: str, compute: ComputeSpec) -> str | None:
     if compute is None or isinstance(compute, str):
         return compute
     for pattern, name in compute.items():
@@ -377,7 +386,7 @@ def _dense(form: AnyForm) -> Dense:
 
 
 DEFAULT_BUDGET = 1 << 30
-"""Bytes that a question may take, unless it says otherwise."""
+"""Default memory budget in bytes."""
 _MOST_TRAIN = 64 << 20
 _MOST_SCRATCH = 64 << 20
 _LEAST_SCRATCH = 1 << 20
@@ -385,13 +394,13 @@ _LEAST_SCRATCH = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """How a budget is divided."""
+    """Division of a memory budget."""
 
     query_rows: int
     train_rows: int
     scratch: int
     restored: int
-    """Bytes for queries that are kept restored while the training rows pass."""
+    """Bytes for queries that stay restored while training rows are streamed."""
     total: int
 
 
@@ -405,26 +414,26 @@ def memory_shares(
     queries: int,
     rows: int,
 ) -> MemoryShares:
-    """The parts of a budget: the answer and the mapped file first, the rest by fixed shares.
+    """Divide a budget: the result and the mapped file first, the rest by fixed shares.
 
-    `query_row` and `train_row` are the bytes of one row's factors in memory. A budget too small
-    for one row of each is an error that says how much is needed.
+    `query_row` and `train_row` are the bytes of one row's factors in memory. A budget too small for one row of
+    each raises an error with the required size.
     """
     limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
     least = int(answer + mapped + 2 * query_row + 4 * train_row + 2 * _LEAST_SCRATCH) + 1
     if limit < least:
         if budget is not None:
             raise BudgetError(
-                "the memory budget is too small for this question",
+                "the memory budget is too small for this query",
+                code="budget.query",
                 found=format_bytes(limit),
-                expected=f"at least {format_bytes(least)}, of which the answer takes "
-                f"{format_bytes(answer)}",
-                fix=f"pass memory_budget={least} or more, ask for the top k only, or for fewer "
-                f"queries or layers",
+                expected=f"at least {format_bytes(least)}, of which {format_bytes(answer)} for the result",
+                fix=f"Pass memory_budget={least} or more, compute only the top k, or use fewer queries "
+                "or layers.",
             )
         limit = 2 * least
     rest = limit - answer - mapped
-    # Decoding and joining take a second copy of the rows for a moment.
+    # Decoding and joining need a temporary second copy of the rows.
     query_rows = max(1, min(queries, int(0.30 * rest / (2 * max(1.0, query_row)))))
     train = min(_MOST_TRAIN, 0.25 * rest)
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
@@ -435,7 +444,7 @@ def memory_shares(
 def stream_shares(
     gradients: Gradients, budget: float | str | None, *, answer: int, beside: int = 0
 ) -> MemoryShares:
-    """The parts of a budget for a pass over all rows, each with so many bytes `beside` its factors."""
+    """Divide a budget for a pass over all rows, each with `beside` extra bytes."""
     row = 0
     if len(gradients):
         row = sum(rows.nbytes for rows in gradients.rows([0]).factors.values())

@@ -1,4 +1,4 @@
-"""The kept gradients of one capture: what the questions are asked of."""
+"""Stored gradients of one capture."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from gradkeep.store import Batch, Block, Layer
 
 GradientOf = Literal["loss", "output"]
-"""Whose gradient is asked for."""
+"""Gradient of the loss or of the output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FactorBatch:
-    """Some rows of a capture in memory: each layer's factors."""
+    """Factors of each layer of some rows, in memory."""
 
     start: int
     stop: int
@@ -41,14 +41,19 @@ class FactorBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """The gradients of a capture's rows, in the order they were captured; made by `gk.gradients`."""
+    """Gradients of a capture's rows, in the order of the capture; use `gk.gradients` to open them.
+
+    Args:
+        key: Key of the capture.
+        block: Its rows.
+        forms: Storage form of each selected layer.
+        of: `loss` or `output`.
+    """
 
     key: CaptureKey
     block: Block
     forms: Mapping[str, AnyForm]
-    """How each chosen layer is kept."""
     of: GradientOf
-    """Whose gradient: the loss's or the output's."""
 
     def __len__(self) -> int:
         return len(self.block)
@@ -62,48 +67,72 @@ class Gradients:
 
     @property
     def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The ids `[N]` of the rows."""
+        """Ids `[N]` of the rows."""
         return self.block.ids
 
     @property
     def weights(self) -> str:
-        """The fingerprint of the model's weights."""
+        """Fingerprint of the model's weights."""
         return str(self.block.schema.fingerprints.get("weights"))
 
     @property
     def size(self) -> int:
-        """P, the number of parameters of the chosen layers."""
+        """Number P of parameters of the selected layers."""
         return sum(form.gradient_size for form in self.forms.values())
 
     @property
     def largest_segment(self) -> int:
-        """Bytes of the largest segment: while it is read, its pages are in memory."""
+        """Bytes of the largest segment, which is in memory while it is read."""
         return max((entry.bytes for entry in self.block.manifest.segments), default=0)
 
     @checked(QueryError)
     def named(self, capture: str) -> Gradients:
-        """The gradients of the same split at the same checkpoint in the capture of another name."""
+        """Open the gradients of the same split and checkpoint in another capture.
+
+        Args:
+            capture: Name of the other capture.
+
+        Returns:
+            Gradients of all its layers.
+
+        Raises:
+            QueryError: There is no such capture.
+        """
         key = dataclasses.replace(self.key, capture=capture)
         store = Store(self.block.backend, durability=self.block.durability)
         return gradients_of(open_capture(store, key), key, None, self.of)
 
     @checked(QueryError)
     def column(self, name: str) -> Any:
-        """A kept value of every row `[N]`: `loss`, `label`, `norm`, ..."""
+        """Read a captured value of every row.
+
+        Args:
+            name: `loss`, `label`, `norm`, ...
+
+        Returns:
+            Values `[N]`.
+        """
         return self.block.column(name)
 
     def slopes(self) -> torch.Tensor | None:
-        """The factors `[N]` between what is kept and what is asked for; None: they are the same."""
+        """Return the factors `[N]` from stored to requested gradients, or None if they are equal."""
         if not self._sloped:
             return None
         return torch.from_numpy(np.array(self.block.column("slope"), np.float32))
 
     def slopes_at(self, positions: Sequence[int]) -> torch.Tensor | None:
-        """`slopes` of the rows at these positions alone."""
+        """Return `slopes` of some rows.
+
+        Args:
+            positions: Positions of the rows `[B]`.
+
+        Returns:
+            Factors `[B]`, or None.
+        """
         if not self._sloped:
             return None
-        found = self.block.read_rows(np.asarray(positions, np.int64), ["slope"])["slope"]
-        return torch.from_numpy(np.array(found, np.float32))
+        slopes = self.block.read_rows(np.asarray(positions, np.int64), ["slope"])["slope"]
+        return torch.from_numpy(np.array(slopes, np.float32))
 
     @property
     def _sloped(self) -> bool:
@@ -111,40 +140,61 @@ class Gradients:
 
     @checked(QueryError)
     def norms(self, *, per_layer: bool = False) -> torch.Tensor:
-        """The lengths of the gradients `[N]`, or `[N, L]` per layer; read, or of coordinates computed."""
-        parts = self._kept_norms() if "norms" in self.block.names else self._decoded_norms()
+        """Return the norms of the gradients, read from the capture or computed from coordinates.
+
+        Args:
+            per_layer: Return the norms of each layer.
+
+        Returns:
+            Norms `[N]`, or `[N, L]` per layer.
+        """
+        parts = self._stored_norms() if "norms" in self.block.names else self._computed_norms()
         slopes = self.slopes()
         if slopes is not None:
             parts = parts * slopes.abs().unsqueeze(1)
         return parts if per_layer else parts.double().square().sum(1).sqrt().float()
 
-    def _decoded_norms(self) -> torch.Tensor:
-        found = torch.empty(len(self), len(self.forms))
-        # Rows whose coordinates are decoded at a time.
+    def _computed_norms(self) -> torch.Tensor:
+        norms = torch.empty(len(self), len(self.forms))
         for some in self.stream(4096):
             for at, (name, form) in enumerate(self.forms.items()):
                 squared = form.squared_norms(some.factors[name].widened())
-                found[some.start : some.stop, at] = squared.clamp(min=0).sqrt()
-        return found
+                norms[some.start : some.stop, at] = squared.clamp(min=0).sqrt()
+        return norms
 
-    def _kept_norms(self) -> torch.Tensor:
+    def _stored_norms(self) -> torch.Tensor:
         all_layers = [layer.name for layer in self.block.schema.layers]
         chosen = [all_layers.index(name) for name in self.forms]
         return torch.from_numpy(np.array(self.block.column("norms"), np.float32))[:, chosen]
 
     @checked(QueryError)
     def rows(self, positions: Any) -> FactorBatch:
-        """The factors of the rows at these positions, in this order."""
-        wanted = _arguments.whole_numbers(
+        """Read the factors of the rows at these positions, in this order.
+
+        Args:
+            positions: Positions of the rows.
+
+        Returns:
+            Factors of each layer.
+        """
+        row_positions = _arguments.whole_numbers(
             "positions", positions, error=QueryError, most=max(0, len(self) - 1)
         )
-        batch = self.block.read_rows(wanted, self._arrays())
+        batch = self.block.read_rows(row_positions, self._arrays())
         factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
-        return FactorBatch(0, len(wanted), factors)
+        return FactorBatch(0, len(row_positions), factors)
 
     @checked(QueryError)
     def stream(self, batch_rows: int, *, segments: range | None = None) -> Iterator[FactorBatch]:
-        """All rows in order, up to `batch_rows` at a time; those of some segments alone, if they are named."""
+        """Iterate over all rows in order.
+
+        Args:
+            batch_rows: Most rows per batch.
+            segments: Read only these segments.
+
+        Yields:
+            Factors of each layer, by batch.
+        """
         _arguments.count("batch_rows", batch_rows, error=QueryError, least=1)
         for batch in self.block.stream(self._arrays(), batch_rows=batch_rows, segments=segments):
             factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
@@ -152,38 +202,59 @@ class Gradients:
 
     @checked(QueryError)
     def positions(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where the rows with these ids are."""
-        wanted = _arguments.whole_numbers("ids", ids, error=QueryError, least=-_arguments.LARGEST)
+        """Return the positions of the rows with these ids.
+
+        Args:
+            ids: Ids of the rows `[B]`.
+
+        Returns:
+            Positions `[B]`.
+
+        Raises:
+            QueryError: The capture does not hold one of the ids.
+        """
+        row_ids = _arguments.whole_numbers("ids", ids, error=QueryError, least=-_arguments.LARGEST)
         try:
-            return self.block.positions(wanted)
+            return self.block.positions(row_ids)
         except MissingRowsError as error:
             raise QueryError(
                 f"{error.found} in {self.key.split}",
+                code="query.unknown_ids",
                 found=f"ids {self.ids[:3].tolist()} ... {self.ids[-1:].tolist()}",
             ) from error
 
     @checked(QueryError)
     def restore(self, ids: Any) -> dict[str, torch.Tensor]:
-        """The gradients of these rows, one tensor `[B, *shape]` per parameter.
+        """Restore the gradients of these rows.
 
-        >>> import gradkeep as gk, tempfile
-        >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
-        >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
-        >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
-        >>> {k: v.shape for k, v in gk.gradients(store, split="train").restore([2, 0]).items()}
-        {'weight': torch.Size([2, 3, 4]), 'bias': torch.Size([2, 3])}
+        Args:
+            ids: Ids of the rows `[B]`.
+
+        Returns:
+            One tensor `[B, *shape]` per parameter.
+
+        Raises:
+            QueryError: The capture holds projections, or does not hold one of the ids.
+
+        Example:
+            >>> import gradkeep as gk, tempfile
+            >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+            >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+            >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
+            >>> {k: v.shape for k, v in gk.gradients(store, split="train").restore([2, 0]).items()}
+            {'weight': torch.Size([2, 3, 4]), 'bias': torch.Size([2, 3])}
         """
         check_restorable(self.forms)
         at = self.positions(ids)
         some = self.rows(at)
         slopes = self.slopes()
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for name, form in self.forms.items():
             dense = form.restore(some.factors[name])
             if slopes is not None:
                 dense = dense * slopes[at].unsqueeze(1).to(dense.dtype)
-            found |= split_parameters(form, dense)
-        return found
+            parameters |= split_parameters(form, dense)
+        return parameters
 
     def _arrays(self) -> list[str]:
         named = dict.fromkeys(array for form in self.forms.values() for array in form.arrays)
@@ -191,7 +262,7 @@ class Gradients:
 
 
 def split_parameters(form: AnyForm, dense: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Dense gradients `[B, P]` of a layer as one tensor `[B, *shape]` for each parameter."""
+    """Split dense gradients `[B, P]` of a layer into one tensor `[B, *shape]` per parameter."""
     parts = torch.split(dense, [parameter.size for parameter in form.parameters], 1)
     return {
         parameter.name: part.reshape(len(dense), *parameter.shape)
@@ -200,14 +271,15 @@ def split_parameters(form: AnyForm, dense: torch.Tensor) -> dict[str, torch.Tens
 
 
 def check_restorable(forms: Mapping[str, AnyForm]) -> None:
-    """Raise if only some coordinates of gradients are kept: what was left out is gone."""
+    """Raise if a layer holds only projections of its gradients."""
     for name, form in forms.items():
         if form.restored_parameters != form.parameters:
             raise QueryError(
                 f"the gradient of layer {name} cannot be restored",
+                code="query.not_restorable",
                 found=form.approximate,
-                expected="gradients that are kept whole",
-                fix="capture these rows with keep='exact', under another name=",
+                expected="complete gradients",
+                fix="Capture these rows with keep='exact' under another name=.",
             )
 
 
@@ -248,16 +320,27 @@ def gradients(
     layers: LayerChoice = None,
     of: GradientOf = "loss",
 ) -> Gradients | list[Gradients]:
-    """The kept gradients of a split: of all layers, or of those that names, globs or types choose.
+    """Open the stored gradients of a split.
 
-    Without a checkpoint, of the only one that the split was captured at; of several, a list. With
-    `of="output"` the gradients of outputs, which a capture of a task with outputs keeps beside
-    those of the loss.
+    Args:
+        store: The store, or its path.
+        split: Name of the split.
+        checkpoints: Name of the checkpoint, by default the only one; or a list of names.
+        run: Name of the run.
+        name: Name of the capture.
+        layers: Names, globs or types of layers; all by default.
+        of: `loss`, or `output` for the gradients of outputs, which captures of tasks with outputs hold too.
+
+    Returns:
+        The gradients; a list if `checkpoints` is a list.
+
+    Raises:
+        QueryError: There is no such capture, it is not finished, or it holds no such gradients.
     """
     opened = open_store(store)
     if isinstance(checkpoints, list | tuple):
         keys = [
-            _key(opened, split=split, checkpoint=one, run=run, name=name) for one in checkpoints
+            _key(opened, split=split, checkpoint=item, run=run, name=name) for item in checkpoints
         ]
         return [gradients_of(open_capture(opened, key), key, layers, of) for key in keys]
     key = _key(opened, split=split, checkpoint=checkpoints, run=run, name=name)
@@ -265,7 +348,7 @@ def gradients(
 
 
 def open_capture(store: Store, key: CaptureKey) -> Block:
-    """Everything that a finished capture keeps, or an error that says how to get it."""
+    """Open a finished capture; raise with the command that creates it otherwise."""
     if not store.has(key):
         raise _no_capture(store, key.split, key.checkpoint, key.run)
     try:
@@ -273,40 +356,46 @@ def open_capture(store: Store, key: CaptureKey) -> Block:
     except NotSealedError as error:
         raise QueryError(
             f"the capture of {key.split} at {key.checkpoint} is not finished",
+            code="query.unfinished_capture",
             path=error.path,
-            fix="run the same gk.capture(...) again: it resumes",
+            fix="Run the same gk.capture(...) again: it resumes.",
         ) from error
 
 
 def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: GradientOf) -> Gradients:
-    """The gradients that an open capture holds."""
-    kept_layers = [_KeptLayer(layer) for layer in block.schema.layers if layer.form]
-    if not kept_layers:
+    """Return the gradients of an open capture."""
+    captured_layers = [_CapturedLayer(layer) for layer in block.schema.layers if layer.form]
+    if not captured_layers:
         raise QueryError(
-            "this block holds no gradients", path=block.path, fix="capture it with gk.capture"
-        )
-    kept = block.schema.fingerprints.get("of")
-    if of == "output" and kept != "output":
-        raise QueryError(
-            "this capture keeps the gradients of losses only",
+            "the block holds no gradients",
+            code="query.no_gradients",
             path=block.path,
-            fix="capture with a task that has outputs, such as gk.Classification, or of='output'",
+            fix="Capture it with gk.capture.",
         )
-    if of == "loss" and kept == "output" and "slope" not in block.names:
+    stored_of = block.schema.fingerprints.get("of")
+    if of == "output" and stored_of != "output":
         raise QueryError(
-            "this capture keeps the gradients of outputs, without d loss / d output",
+            "the capture holds gradients of losses only",
+            code="query.no_outputs",
             path=block.path,
-            fix="ask with of='output', or capture of='loss'",
+            fix="Capture with a task that has outputs, such as gk.Classification, or of='output'.",
         )
-    hint = f"captured are {', '.join(layer.layer.name for layer in kept_layers[:8])}"
-    chosen = select_layers(kept_layers, layers, error=QueryError, hint=hint)
+    if of == "loss" and stored_of == "output" and "slope" not in block.names:
+        raise QueryError(
+            "the capture holds gradients of outputs, without d loss / d output",
+            code="query.no_slopes",
+            path=block.path,
+            fix="Pass of='output', or capture with of='loss'.",
+        )
+    hint = f"Captured layers: {', '.join(layer.layer.name for layer in captured_layers[:8])}."
+    chosen = select_layers(captured_layers, layers, error=QueryError, hint=hint)
     forms = {layer.layer.name: form_from_fields(layer.layer.form) for layer in chosen}
     return Gradients(key, block, forms, of)
 
 
 @dataclass(frozen=True, slots=True)
-class _KeptLayer:
-    """A captured layer, as it is chosen by name or type."""
+class _CapturedLayer:
+    """A captured layer that can be selected by name or type."""
 
     layer: Layer
 
@@ -328,14 +417,15 @@ def _key(store: Store, *, split: str, checkpoint: str | None, run: str, name: st
         if store.has(key):
             return key
     known = store.captures()
-    there = [k for k in known if (k.split, k.run, k.capture) == (split, run, name)]
-    if checkpoint is None and len(there) == 1:
-        return there[0]
-    if checkpoint is None and there:
+    matches = [k for k in known if (k.split, k.run, k.capture) == (split, run, name)]
+    if checkpoint is None and len(matches) == 1:
+        return matches[0]
+    if checkpoint is None and matches:
         raise QueryError(
             f"{split} was captured at several checkpoints",
-            found=", ".join(k.checkpoint for k in there),
-            fix=f"pass checkpoints={there[-1].checkpoint!r}",
+            code="query.several_checkpoints",
+            found=", ".join(k.checkpoint for k in matches),
+            fix=f"Pass checkpoints={matches[-1].checkpoint!r}.",
         )
     raise _no_capture(store, split, checkpoint, run)
 
@@ -346,16 +436,17 @@ def _no_capture(store: Store, split: str, checkpoint: str | None, run: str) -> Q
     named = f", checkpoints={checkpoint!r}" if checkpoint else ""
     named += f", run={run!r}" if run != "main" else ""
     return QueryError(
-        f"no capture of {split!r}{at} in run {run!r}",
+        f"there is no capture of {split!r}{at} in run {run!r}",
+        code="query.no_capture",
         path=store.location,
         found=", ".join(f"{k.split} at {k.checkpoint}" for k in known[:6]) or "no captures",
-        fix=f"gk.capture(store, model, loader, task=task, split={split!r}{named})",
+        fix=f"Run gk.capture(store, model, loader, task=task, split={split!r}{named}).",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _BatchArrays:
-    """The arrays of a batch that was read, as a form asks for them."""
+    """Arrays of a batch, in the interface that forms read."""
 
     batch: Batch
 
@@ -363,8 +454,8 @@ class _BatchArrays:
         return self.batch.tensor(name)
 
     def offsets(self, name: str) -> torch.Tensor | None:
-        found = self.batch.column(name).offsets
-        if found is None:
+        bounds = self.batch.column(name).offsets
+        if bounds is None:
             return None
-        offsets = torch.from_numpy(found.copy())
+        offsets = torch.from_numpy(bounds.copy())
         return offsets - offsets[0]

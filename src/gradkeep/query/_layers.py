@@ -1,4 +1,4 @@
-"""Choosing layers by name, glob or type: one way for captures, questions and scores."""
+"""Select layers by name, glob or type."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _EXPECTED = "a name, a glob, a type, or a list of such"
 
 
 class NamedLayer(Protocol):
-    """What a layer is chosen by."""
+    """Interface of a layer that can be selected."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, and others that it is known by."""
+        """Its name, and aliases."""
 
     @property
     def type(self) -> str:
-        """What its class is called."""
+        """Name of its class."""
 
     def is_a(self, kind: builtins.type) -> bool:
-        """Whether it is of that class."""
+        """Return True if it is of that class."""
 
 
 L = TypeVar("L", bound=NamedLayer)
@@ -42,32 +42,37 @@ L = TypeVar("L", bound=NamedLayer)
 def select_layers(
     layers: Sequence[L], choice: LayerChoice, *, error: type[GradkeepError], hint: str
 ) -> list[L]:
-    """The layers that a choice names, in their own order.
+    """Return the layers that a choice selects, in their own order.
 
-    A name also stands for all that is inside it: `"encoder"` for `"encoder.fc1"`. A leading `!`
-    leaves out: `["*", "!*.bias"]`. A choice that matches nothing is an error that offers the nearest
-    names; `hint` says where all are listed.
+    A name also selects everything inside: `"encoder"` selects `"encoder.fc1"`. A leading `!` excludes:
+    `["*", "!*.bias"]`. A pattern that matches nothing raises an error with similar names; `hint` tells where
+    all layers are listed.
     """
     if choice is None:
         return list(layers)
     several: Any = choice if isinstance(choice, list | tuple | set | frozenset) else [choice]
-    wanted: list[str | type] = list(several)
-    for item in wanted:
+    patterns: list[str | type] = list(several)
+    for item in patterns:
         _arguments.instance("layers", item, (str, type), error=error, expected=_EXPECTED)
-    keep = [False] * len(layers)
-    if wanted and all(isinstance(item, str) and item.startswith("!") for item in wanted):
-        keep = [True] * len(layers)
-    for item in wanted:
-        leave_out = isinstance(item, str) and item.startswith("!")
-        pattern = item[1:] if isinstance(item, str) and leave_out else item
-        found = [index for index, layer in enumerate(layers) if _matches(layer, pattern)]
-        if not found:
+    is_selected = [False] * len(layers)
+    if patterns and all(isinstance(item, str) and item.startswith("!") for item in patterns):
+        is_selected = [True] * len(layers)
+    for item in patterns:
+        is_excluded = isinstance(item, str) and item.startswith("!")
+        pattern = item[1:] if isinstance(item, str) and is_excluded else item
+        matches = [index for index, layer in enumerate(layers) if _matches(layer, pattern)]
+        if not matches:
             raise _nothing(layers, pattern, error=error, hint=hint)
-        for index in found:
-            keep[index] = not leave_out
-    chosen = [layer for layer, kept in zip(layers, keep, strict=True) if kept]
+        for index in matches:
+            is_selected[index] = not is_excluded
+    chosen = [layer for layer, selected in zip(layers, is_selected, strict=True) if selected]
     if not chosen:
-        raise error("no layer is left", found=f"layers={choice!r}", fix="choose at least one layer")
+        raise error(
+            "no layer is selected",
+            code=f"{error.code.partition('.')[0]}.no_layers",
+            found=f"layers={choice!r}",
+            fix="Select at least one layer.",
+        )
     return chosen
 
 
@@ -86,11 +91,12 @@ def _nothing(
 ) -> GradkeepError:
     names = [layer.names[0] for layer in layers]
     types = sorted({layer.type for layer in layers})
-    asked = pattern if isinstance(pattern, str) else pattern.__name__
-    near = difflib.get_close_matches(asked[:200], [*names, *types], n=3, cutoff=0.4)
+    shown = pattern if isinstance(pattern, str) else pattern.__name__
+    near = difflib.get_close_matches(shown[:200], [*names, *types], n=3, cutoff=0.4)
     return error(
-        f"no layer matches {_arguments.short_repr(asked)}",
+        f"no layer matches {_arguments.short_repr(shown)}",
+        code=f"{error.code.partition('.')[0]}.unknown_layer",
         found=f"{len(names)} layers: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}",
         expected=f"a name, a glob such as 'layer4.*', or a type of {', '.join(types)}",
-        fix=f"did you mean {' or '.join(near)}? {hint}" if near else hint,
+        fix=f"Did you mean {' or '.join(near)}? {hint}" if near else hint,
     )

@@ -1,4 +1,4 @@
-"""What each way of computing products of gradients costs here, and the choice."""
+"""Estimate the cost of each algorithm for products of gradients, and choose one."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NAMES: dict[str, tuple[Compute, ...]] = {
     "ted": ("gram", "factored", "dense"),
     "restore": ("restored", "dense"),
 }
-"""What may be asked for, and the ways it stands for: the first that the form has."""
+"""Accepted names and the algorithms they mean: the first that the form supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryStep:
-    """How one layer was multiplied."""
+    """Algorithm of one layer."""
 
     layer: str
     form: str
@@ -44,17 +44,17 @@ class QueryStep:
 
 @dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """What was done, layer by layer, and in how many bytes."""
+    """Algorithm of each layer, and memory use."""
 
     steps: tuple[QueryStep, ...]
     query_rows: int
-    """Queries held at once."""
+    """Queries held at a time."""
     train_rows: int
-    """Training rows held at once."""
+    """Training rows held at a time."""
     scratch: int
     """Bytes of temporaries."""
     memory: int
-    """Bytes planned for in all."""
+    """Planned bytes in total."""
 
     def __str__(self) -> str:
         rows = [
@@ -69,7 +69,7 @@ class QueryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ComputeChoice:
-    """The way that was chosen, and what every way would cost."""
+    """Chosen algorithm, and the cost of every algorithm."""
 
     compute: Compute
     cost: Cost
@@ -77,10 +77,10 @@ class ComputeChoice:
 
 
 def choose_compute(form: AnyForm, load: ProductSize, *, force: str | None = None) -> ComputeChoice:
-    """The way with the least estimated time among those whose temporaries fit into `load.scratch`.
+    """Choose the algorithm with the least estimated time whose temporaries fit into `load.scratch`.
 
-    `force` names a way for every form; where a form does not have it, its nearest is taken. If no
-    way fits, the one with the smallest temporaries is.
+    `force` names an algorithm for every form; a form that does not support it uses its nearest. If none fits,
+    the one with the smallest temporaries is chosen.
 
     >>> from gradkeep.factors._outer import Outer
     >>> from gradkeep.factors._form import Parameter
@@ -97,24 +97,24 @@ def choose_compute(form: AnyForm, load: ProductSize, *, force: str | None = None
     else:
         fitting = [compute for compute in costs if costs[compute].scratch <= load.scratch]
         if fitting:
-            chosen = min(fitting, key=lambda way: costs[way].seconds)
+            chosen = min(fitting, key=lambda compute: costs[compute].seconds)
         else:
-            chosen = min(costs, key=lambda way: costs[way].scratch)
+            chosen = min(costs, key=lambda compute: costs[compute].scratch)
     return ComputeChoice(chosen, costs[chosen], costs)
 
 
 def forced(form: AnyForm, name: str) -> Compute:
-    """The way of this form that a name stands for."""
+    """Return the algorithm of this form for a name."""
     _arguments.one_of("compute", name, _NAMES, error=QueryError)
     return next(compute for compute in _NAMES[name] if compute in form.computes)
 
 
 def estimate_cost(form: AnyForm, load: ProductSize, compute: Compute) -> Cost:
-    """Estimate what the products of all queries with all rows cost in one of the ways."""
+    """Estimate the cost of the products of all queries with all rows by one algorithm."""
     if compute not in ("half", "restored"):
         return form.products_cost(load, compute)
     size = form.gradient_size
-    # So many restored queries fit; for the others the training rows are gone through again.
+    # `fit` restored queries fit; for the others the training rows are read again.
     fit = max(1, load.scratch // 2 // (size * VALUE))
     visits = max(1, math.ceil(load.n_query / fit))
     cost = form.restore_cost(load.n_query, load.t_query)

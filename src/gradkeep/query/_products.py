@@ -1,4 +1,4 @@
-"""The largest of many values that pass in tiles, in few passes over them."""
+"""Products, cosines and largest products of stored gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import QueryError
 from gradkeep.farm._run import check_place
-from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
+from gradkeep.query._engine import ComputeSpec, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._small_codes import SmallCodes, by_codes
 from gradkeep.query._top_by_workers import top_by_workers
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class LargestRows:
-    """The `k` largest values of each query so far, and the rows they belong to.
+    """The `k` largest values of each query so far, and their rows.
 
-    Of equal values, those of earlier rows come first: rows must pass in order. Of most tiles a comparison
-    shows that no value exceeds what was seen, and nothing is sorted.
+    Ties go to earlier rows: rows must be added in order. Most tiles contain no larger value, which one
+    comparison shows, and are not sorted.
 
     >>> best = LargestRows(1, 2)
     >>> best.add(torch.tensor([[3.0, 5.0, 5.0]]), 0, 0)
@@ -40,15 +40,15 @@ class LargestRows:
 
     def __init__(self, queries: int, k: int) -> None:
         self.values = torch.full((queries, k), -torch.inf)
-        """`[Q, k]`, falling"""
+        """`[Q, k]`, decreasing"""
         self.rows = torch.zeros((queries, k), dtype=torch.int64)
         """`[Q, k]`"""
         self._k = k
 
     def add(self, values: torch.Tensor, query_start: int, row_start: int) -> None:
-        """Look at values `[q, n]` of the queries from `query_start` and the rows from `row_start`."""
+        """Add values `[q, n]` of the queries from `query_start` and the rows from `row_start` on."""
         queries = torch.arange(query_start, query_start + len(values))
-        if row_start >= self._k:  # before, some places are not taken
+        if row_start >= self._k:  # all k entries are set
             above = values > self.values[queries, -1:]
             better = above.any(1)
             queries, values = queries[better], values[better]
@@ -57,46 +57,58 @@ class LargestRows:
         places = _largest_places(values, self._k)
         both = torch.cat([self.values[queries], values.gather(1, places)], 1)
         both_rows = torch.cat([self.rows[queries], places + row_start], 1)
-        # Earlier rows stand first, and a stable sort leaves equals in place.
+        # Earlier rows are first, and the stable sort keeps ties in order.
         order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
         self.values[queries] = both.gather(1, order)
         self.rows[queries] = both_rows.gather(1, order)
 
 
 def _largest_places(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Where the `k` largest of `[q, n]` are, the first of equal ones, in rising order `[q, k]`."""
+    """Return the positions of the `k` largest of `[q, n]`, first of ties, in increasing order `[q, k]`."""
     if values.shape[1] <= k:
         return torch.arange(values.shape[1]).expand_as(values)
-    found = values.topk(k, dim=1)
-    if bool(((values >= found.values[:, -1:]).sum(1) == k).all()):
-        return found.indices.sort(dim=1).values
-    # Which of equal values topk takes is not said.
+    largest = values.topk(k, dim=1)
+    if bool(((values >= largest.values[:, -1:]).sum(1) == k).all()):
+        return largest.indices.sort(dim=1).values
+    # The order of ties in topk is not specified.
     order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return order.sort(dim=1).values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Products:
-    """Inner products (or cosines) of gradients `[Q, N]`."""
+    """Inner products or cosines of gradients.
+
+    Attributes:
+        values: Products `[Q, N]` float32.
+        query_ids: Ids of the queries `[Q]`.
+        train_ids: Ids of the training rows `[N]`.
+        plan: How they were computed.
+        layers: Names of the layers.
+        per_layer: Products `[L, Q, N]`, if requested.
+    """
 
     values: torch.Tensor
-    """`[Q, N]` float32"""
     query_ids: Ids
     train_ids: Ids
     plan: QueryPlan
     layers: tuple[str, ...]
     per_layer: torch.Tensor | None = None
-    """`[L, Q, N]`, where it was asked for"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopRows:
-    """The k largest products of each query."""
+    """The k largest products of each query.
+
+    Attributes:
+        values: Products `[Q, k]`, decreasing.
+        ids: Ids of the training rows `[Q, k]` int64.
+        query_ids: Ids of the queries `[Q]`.
+        plan: How they were computed.
+    """
 
     values: torch.Tensor
-    """`[Q, k]`, falling"""
     ids: torch.Tensor
-    """`[Q, k]` int64: the training rows"""
     query_ids: Ids
     plan: QueryPlan
 
@@ -111,22 +123,36 @@ def dot(
     *,
     weights: Sequence[float] | None = None,
     ids: Any = None,
-    compute: ComputeWish = None,
+    compute: ComputeSpec = None,
     memory_budget: float | str | None = None,
     per_layer: bool = False,
 ) -> Products:
-    """Inner products `[Q, N]` of every query's gradient with every training row's.
+    """Compute the inner products of every query's gradient with every training row's, exactly.
 
-    Over several checkpoints (equally long lists, `weights` such as learning rates) their weighted
-    sum. `ids` picks queries. Exact; the planner's way, or the one that `compute` names.
+    Args:
+        queries: Gradients of the queries, or a list with one per checkpoint.
+        train: Gradients of the training rows, or a list of the same length.
+        weights: Weight of each checkpoint, such as learning rates; the products are summed.
+        ids: Ids of the queries; all by default.
+        compute: Name of the algorithm, or one per glob of layers; chosen by default.
+        memory_budget: Most memory, such as "4GiB".
+        per_layer: Also return the products of each layer.
 
-    >>> import gradkeep as gk, tempfile
-    >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
-    >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
-    >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
-    >>> train = gk.gradients(store, split="train")
-    >>> gk.query.dot(train, train).values.shape
-    torch.Size([5, 5])
+    Returns:
+        Products `[Q, N]`.
+
+    Raises:
+        QueryError: Queries and training rows cannot be compared.
+        BudgetError: The budget is too small.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+        >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+        >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
+        >>> train = gk.gradients(store, split="train")
+        >>> gk.query.dot(train, train).values.shape
+        torch.Size([5, 5])
     """
     pairs = _pairs(queries, train, weights)
     return _matrix(pairs, ids, compute, memory_budget, per_layer=per_layer, cosine=False)
@@ -139,12 +165,24 @@ def cosine(
     *,
     weights: Sequence[float] | None = None,
     ids: Any = None,
-    compute: ComputeWish = None,
+    compute: ComputeSpec = None,
     memory_budget: float | str | None = None,
 ) -> Products:
-    """Cosines `[Q, N]` of the angles between gradients, averaged over checkpoints by `weights`.
+    """Compute the cosines of the angles between gradients; 0 for gradients of length zero.
 
-    A gradient of length zero has cosine 0 with everything.
+    Args:
+        queries: Gradients of the queries, or a list with one per checkpoint.
+        train: Gradients of the training rows, or a list of the same length.
+        weights: Weight of each checkpoint; the cosines are averaged.
+        ids: Ids of the queries; all by default.
+        compute: Name of the algorithm, or one per glob of layers; chosen by default.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Cosines `[Q, N]`.
+
+    Raises:
+        QueryError: Queries and training rows cannot be compared.
     """
     pairs = _pairs(queries, train, weights)
     return _matrix(pairs, ids, compute, memory_budget, per_layer=False, cosine=True)
@@ -152,9 +190,18 @@ def cosine(
 
 @checked(QueryError)
 def gram(
-    gradients: Gradients, *, compute: ComputeWish = None, memory_budget: float | str | None = None
+    gradients: Gradients, *, compute: ComputeSpec = None, memory_budget: float | str | None = None
 ) -> Products:
-    """Inner products `[N, N]` of all rows with each other."""
+    """Compute the inner products of all rows with each other.
+
+    Args:
+        gradients: Gradients of the rows.
+        compute: Name of the algorithm, or one per glob of layers; chosen by default.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Products `[N, N]`.
+    """
     return dot(gradients, gradients, compute=compute, memory_budget=memory_budget)
 
 
@@ -167,7 +214,7 @@ def top(
     weights: Sequence[float] | None = None,
     ids: Any = None,
     smallest: bool = False,
-    compute: ComputeWish = None,
+    compute: ComputeSpec = None,
     memory_budget: float | str | None = None,
     refine: str | tuple[Gradients, Gradients] | None = None,
     candidates: int | None = None,
@@ -175,28 +222,42 @@ def top(
     engine: Engine | None = None,
     codes: SmallCodes | None = None,
 ) -> TopRows:
-    """The `k` training rows with the largest (or smallest) product for each query.
+    """Find the `k` training rows with the largest (or smallest) product for each query.
 
-    The matrix is never held: Q x (k + a tile) values at a time. Equal products come in the order
-    of the training rows.
+    The full matrix is never held: Q x (k + a tile) values at a time. Ties are in the order of the training
+    rows.
 
-    `refine` is for rows that are kept in few bytes: of the best `candidates` of each query, 10 k unless
-    it is said, the products are made anew from another capture of both splits, by its name or as
-    (queries, training rows), and the best `k` by those are given. That capture needs no other rows
-    than the candidates. Its products are what it keeps: of whole gradients plain ones, of
-    `gk.Keep(bits=32)` whitened ones that are not rounded.
+    Args:
+        queries: Gradients of the queries, or a list with one per checkpoint.
+        train: Gradients of the training rows, or a list of the same length.
+        k: Number of rows.
+        weights: Weight of each checkpoint; the products are summed.
+        ids: Ids of the queries; all by default.
+        smallest: Find the smallest products.
+        compute: Name of the algorithm, or one per glob of layers; chosen by default.
+        memory_budget: Most memory, such as "4GiB".
+        refine: Recompute the products of the best `candidates` from another capture of both splits, by its
+            name or as (queries, training rows), and return the best `k` of those. For captures of few bytes
+            per row; the other capture needs only the candidate rows.
+        candidates: Rows per query that are refined (10 k by default) or ranked by exact products after
+            `codes` (by default 100 k, doubled until the last ones bring none of the best `k`, at most
+            1600 k).
+        workers: Number of processes that search for blocks of queries.
+        engine: Engine of `gk.farm.engine` that starts the workers.
+        codes: Codes of `gk.query.small_codes`, for millions of rows: only the best candidates by codes are
+            read and ranked by exact products.
 
-    `workers` processes, or those of an `engine` (`gk.farm.engine`), search for blocks of the queries.
+    Returns:
+        Values and ids `[Q, k]`.
 
-    `codes` (`gk.query.small_codes`) are for millions of rows: the best `candidates` of each query by codes
-    are ranked by exact products, and no other row is read. Unless it is said how many, 100 k at first, and
-    twice as many until the last ones bring none of the best `k`, at most 1600 k.
+    Raises:
+        QueryError: Options contradict each other, or rows are missing.
     """
     check_place(workers, engine, least=1)
     pairs = _pairs(queries, train, weights)
     positions = _positions(pairs[0].queries, ids)
     if k < 1:
-        raise QueryError("k must be at least 1", found=k)
+        raise QueryError(f"k must be at least 1, got {k}", code="argument.invalid")
     k = min(k, len(pairs[0].train))
     common: dict[str, Any] = {
         "weights": [pair.weight for pair in pairs],
@@ -209,9 +270,10 @@ def top(
         named = [name for name, value in together.items() if value is not None]
         if len(pairs) > 1 or named:
             raise QueryError(
-                "codes are of one checkpoint, and their candidates are ranked by exact products here",
+                "codes= needs one checkpoint and no refine=, workers= or engine=",
+                code="query.codes_options",
                 found=f"{len(pairs)} checkpoints" if len(pairs) > 1 else named[0],
-                fix="ask about one checkpoint, without refine=, workers= or engine=",
+                fix="Pass one checkpoint, and omit refine=, workers= and engine=.",
             )
         values, rows, used = by_codes(
             pairs[0],
@@ -223,19 +285,20 @@ def top(
             memory_budget=memory_budget,
         )
         flat = pairs[0].train.block.read_rows(rows.flatten().numpy(), [])
-        found_ids = torch.from_numpy(flat.ids.reshape(rows.shape))
-        return TopRows(values, found_ids, pairs[0].queries.ids[positions], used.plan)
+        train_row_ids = torch.from_numpy(flat.ids.reshape(rows.shape))
+        return TopRows(values, train_row_ids, pairs[0].queries.ids[positions], used.plan)
     if refine is not None:
         if len(pairs) > 1:
             raise QueryError(
-                "rows are refined at one checkpoint",
+                "refine= needs one checkpoint",
+                code="query.refine_checkpoints",
                 found=f"{len(pairs)} checkpoints",
-                fix="ask about one of them, or without refine=",
+                fix="Pass one checkpoint, or omit refine=.",
             )
         _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
         wide = max(k, 10 * k if candidates is None else candidates)
-        found = top(queries, train, wide, ids=ids, workers=workers, engine=engine, **common)
-        return _refined(found, pairs[0], refine, k, smallest=smallest, memory_budget=memory_budget)
+        coarse = top(queries, train, wide, ids=ids, workers=workers, engine=engine, **common)
+        return _refine(coarse, pairs[0], refine, k, smallest=smallest, memory_budget=memory_budget)
     planned = ProductEngine(
         pairs,
         compute=compute,
@@ -245,10 +308,10 @@ def top(
     )
     query_ids = pairs[0].queries.ids[positions]
     if workers is not None or engine is not None:
-        values, found_ids = top_by_workers(
+        values, train_row_ids = top_by_workers(
             pairs, query_ids, k, common, workers=workers, engine=engine
         )
-        return TopRows(values, found_ids, query_ids, planned.plan)
+        return TopRows(values, train_row_ids, query_ids, planned.plan)
     sign = -1.0 if smallest else 1.0
     best = LargestRows(len(positions), k)
     for tile in planned.tiles():
@@ -262,8 +325,8 @@ def top(
     )
 
 
-def _refined(
-    found: TopRows,
+def _refine(
+    coarse: TopRows,
     pair: GradientPair,
     refine: str | tuple[Gradients, Gradients],
     k: int,
@@ -271,29 +334,29 @@ def _refined(
     smallest: bool,
     memory_budget: float | str | None,
 ) -> TopRows:
-    """The best of what was found, by the products of another capture of the same rows."""
+    """Rank the candidates by the products of another capture of the same rows."""
     finer = _finer(pair, refine)
-    rows = pair.train.positions(np.unique(found.ids.numpy()))
+    rows = pair.train.positions(np.unique(coarse.ids.numpy()))
     rows.sort()
     ids = pair.train.ids[rows]
-    asked = _there(finer.queries, found.query_ids, "asked about")
+    query_positions = _require_rows(finer.queries, coarse.query_ids, "queries")
     engine = ProductEngine(
         [finer],
         memory_budget=memory_budget,
-        answer=4 * len(asked) * len(rows),
-        positions=asked,
-        rows=_there(finer.train, ids, "found"),
+        answer=4 * len(query_positions) * len(rows),
+        positions=query_positions,
+        rows=_require_rows(finer.train, ids, "candidates"),
     )
     values = engine.matrix()
-    # Only a query's own candidates count, in the order of training rows.
-    places = torch.searchsorted(torch.from_numpy(rows), _positions_of(pair.train, found.ids))
+    # Only a query's own candidates, in the order of training rows.
+    places = torch.searchsorted(torch.from_numpy(rows), _positions_of(pair.train, coarse.ids))
     places = places.sort(1).values
     own = values.gather(1, places)
     order = own.sort(dim=1, descending=not smallest, stable=True).indices[:, :k]
     return TopRows(
         values=own.gather(1, order),
         ids=torch.from_numpy(ids.copy())[places.gather(1, order)],
-        query_ids=found.query_ids,
+        query_ids=coarse.query_ids,
         plan=engine.plan,
     )
 
@@ -309,24 +372,25 @@ def _finer(pair: GradientPair, refine: str | tuple[Gradients, Gradients]) -> Gra
     return GradientPair(queries, train, pair.weight)
 
 
-def _there(side: Gradients, ids: Ids, what: str) -> list[int]:
-    """Where the rows are; an error that says which are not."""
+def _require_rows(side: Gradients, ids: Ids, what: str) -> list[int]:
+    """Return the positions of rows; raise if some are missing."""
     missing = np.setdiff1d(ids, side.ids)
     if len(missing):
         raise QueryError(
-            f"the capture {side.key.capture!r} of {side.key.split} lacks rows that were {what}",
+            f"the capture {side.key.capture!r} of {side.key.split} lacks some of the {what}",
+            code=f"query.missing_{what}",
             found=f"{len(missing)} of {len(ids)} are missing: {missing[:5].tolist()} ...",
-            fix=f"capture them with gk.capture(..., split={side.key.split!r}, "
-            f"name={side.key.capture!r}, ids=...), or ask for fewer candidates=",
+            fix=f"Capture them with gk.capture(..., split={side.key.split!r}, "
+            f"name={side.key.capture!r}, ids=...), or pass fewer candidates=.",
         )
-    found: list[int] = side.positions(ids).tolist()
-    return found
+    positions: list[int] = side.positions(ids).tolist()
+    return positions
 
 
 def _matrix(
     pairs: list[GradientPair],
     ids: Any,
-    compute: ComputeWish,
+    compute: ComputeSpec,
     memory_budget: float | str | None,
     *,
     per_layer: bool,
@@ -339,7 +403,7 @@ def _matrix(
     answer = count * rows * 4 * (parts + 1 if per_layer else 1)
     total: torch.Tensor | None = None
     last = None
-    # Cosines are normalised per checkpoint, so their checkpoints are gone through one by one.
+    # Cosines are normalized per checkpoint, so checkpoints are processed one by one.
     for group in [[pair] for pair in pairs] if cosine else [pairs]:
         engine = ProductEngine(
             group,
@@ -384,23 +448,25 @@ def _inverse(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(queries: Side, train: Side, weights: Sequence[float] | None) -> list[GradientPair]:
-    asked, rows = _listed("queries", queries), _listed("train", train)
-    if len(asked) != len(rows):
+    query_sides, rows = _listed("queries", queries), _listed("train", train)
+    if len(query_sides) != len(rows):
         raise QueryError(
-            "queries and training rows at different numbers of checkpoints",
-            found=f"{len(asked)} and {len(rows)}",
-            fix="pass one capture of each per checkpoint, in the same order",
+            "queries and training rows have different numbers of checkpoints",
+            code="query.different_checkpoints",
+            found=f"{len(query_sides)} and {len(rows)}",
+            fix="Pass one capture of each per checkpoint, in the same order.",
         )
-    for side, given in (("queries", asked), ("train", rows)):
-        for one in given:
-            _arguments.instance(side, one, Gradients, error=QueryError)
+    for name, captures in (("queries", query_sides), ("train", rows)):
+        for capture in captures:
+            _arguments.instance(name, capture, Gradients, error=QueryError)
     by = [1.0] * len(rows) if weights is None else [float(weight) for weight in weights]
     if len(by) != len(rows):
         raise QueryError(
-            "one weight per checkpoint is needed",
+            "weights must have one weight per checkpoint",
+            code="query.wrong_weights",
             found=f"{len(by)} weights for {len(rows)} checkpoints",
         )
-    return [GradientPair(q, t, w) for q, t, w in zip(asked, rows, by, strict=True)]
+    return [GradientPair(q, t, w) for q, t, w in zip(query_sides, rows, by, strict=True)]
 
 
 def _listed(name: str, side: Side) -> list[Gradients]:
@@ -415,7 +481,9 @@ def _listed(name: str, side: Side) -> list[Gradients]:
 def _positions(queries: Gradients, ids: Any) -> list[int]:
     if ids is None:
         return list(range(len(queries)))
-    found: list[int] = queries.positions(ids).tolist()
-    if not found:
-        raise QueryError("no queries were asked about", fix="pass ids= of some rows")
-    return found
+    positions: list[int] = queries.positions(ids).tolist()
+    if not positions:
+        raise QueryError(
+            "there are no queries", code="query.no_queries", fix="Pass ids= of some rows."
+        )
+    return positions

@@ -1,4 +1,4 @@
-"""Some bytes for each row, by which the best candidates of millions are found before any product is made."""
+"""Find candidates among millions of rows by a few bytes per row, before any exact product."""
 
 from __future__ import annotations
 
@@ -22,41 +22,44 @@ if TYPE_CHECKING:
     Codes = np.ndarray[Any, np.dtype[np.uint8]]
 
 BESIDE = 6
-"""Bytes of a code that say how long the row is, and how much of it lies along the directions."""
+"""Bytes of a code for the length of the row and its share along the directions."""
 _SCANNED = 1 << 14
-"""Rows whose codes are looked at together: they stay in the cache as numbers."""
+"""Rows whose codes are scanned together, so that they stay in the CPU cache."""
 _HELD = 1 << 27
-"""Bytes that products with all rows may take at a time."""
+"""Most bytes of products with all rows."""
 _STRIDE = 64
 _BEGUN, _WIDEST = 100, 1600
-"""Candidates for each row that is asked for: how many are ranked first, and how many at most."""
+"""Candidates per requested row: first, and at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallCodes:
-    """Where every row's gradient points along leading directions, in four bits each, and how far.
+    """Position of every row's gradient along leading directions, in four bits each, and its length.
 
-    Made by `gk.query.small_codes`.
+    Built by `gk.query.small_codes`.
+
+    Attributes:
+        key: Capture of the rows.
+        manifest: Digest of the version of the capture.
+        codes: `[N, bytes - 6]`: the upper half of byte `d` is level `h - 8` of direction `d`, the lower half
+            level `l` of direction `d + bytes - 6`.
+        lengths: Norms of the rows `[N]`.
+        parts: Share `[N]` uint16 of the squared norm along the directions, in 65535ths.
+        directions: `[D, P]` by layer, D = 2 (bytes - 6), orthonormal over all layers together.
+        steps: Step of a level of each direction `[D]`, for a row of length one.
+        share: Mean share of the squared norms of the sample along the directions, 0 to 1.
+        spread: Typical cosine of the residuals of two rows of the sample outside the directions.
     """
 
     key: CaptureKey
-    """The capture whose rows these are."""
     manifest: str
-    """The digest of the version of the capture that they were made of."""
     codes: Codes
-    """`[N, bytes - 6]`: above in byte `d` level `h - 8` of direction `d`, below `l` of `d + bytes - 6`"""
     lengths: torch.Tensor
-    """`[N]`: of the rows"""
     parts: torch.Tensor
-    """`[N]` uint16: how much of its squared length lies along the directions, in 65535ths"""
     directions: Mapping[str, torch.Tensor]
-    """`[D, P]` by layer, D = 2 (bytes - 6): orthonormal over all layers together"""
     steps: torch.Tensor
-    """`[D]`: what one level of each direction is worth, in a row of length one"""
     share: float
-    """How much of the squared lengths of the sample's rows lies along the directions, from 0 to 1."""
     spread: float
-    """The usual cosine of what two rows of the sample have beside the directions."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -67,14 +70,11 @@ class SmallCodes:
             f"{self.codes.shape[1] + BESIDE} bytes each, {self.share:.2f} of squared lengths)"
         )
 
-    def products(self, asked: AskedCoordinates) -> torch.Tensor:
-        """The products by codes `[Q, N]`, for rows of length one.
-
-        2 N D operations a query, and one read of all codes.
-        """
-        # A byte is 16 (h - 8) + l as a signed number: so it serves as it is, and what its lower half
-        # adds to the upper one's share is taken from the lower one's weight.
-        upper, lower = (asked.along * self.steps).chunk(2, 1)
+    def products(self, queries: QueryCoordinates) -> torch.Tensor:
+        """Compute products by codes `[Q, N]` for normalized rows: 2 N D operations per query."""
+        # A byte is 16 (h - 8) + l as a signed number and is used as it is; the contribution of its
+        # lower half to the upper product is subtracted from the lower weight.
+        upper, lower = (queries.along * self.steps).chunk(2, 1)
         fixed = (0.5 * upper - 7.5 * lower).sum(1, keepdim=True)
         upper = upper / 16
         lower = lower - upper
@@ -82,7 +82,7 @@ class SmallCodes:
         most = min(_SCANNED, len(self))
         halves = torch.empty(most, codes.shape[1], dtype=torch.int8)
         numbers = torch.empty(most, codes.shape[1])
-        found = torch.empty(len(asked.along), len(self))
+        products = torch.empty(len(queries.along), len(self))
         for start in range(0, len(self), _SCANNED):
             part = codes[start : start + _SCANNED]
             here = numbers[: len(part)]
@@ -90,47 +90,47 @@ class SmallCodes:
             torch.bitwise_and(part, 15, out=halves[: len(part)])
             values.addmm_(lower, here.copy_(halves[: len(part)]).t())
             along = self.parts[start : start + _SCANNED].float().div_(65535).sqrt_()
-            torch.mul(values, along, out=found[:, start : start + len(part)])
-        return found
+            torch.mul(values, along, out=products[:, start : start + len(part)])
+        return products
 
     def nearest(self, products: torch.Tensor, count: int) -> torch.Tensor:
-        """The rows `[Q, count]` with the largest products `[Q, N]` once their lengths count, best first."""
+        """Return the rows `[Q, count]` with the largest products `[Q, N]` times row lengths, best first."""
         return _largest(products * self.lengths, count)
 
     def likeliest(
-        self, products: torch.Tensor, asked: AskedCoordinates, above: torch.Tensor, count: int
+        self, products: torch.Tensor, queries: QueryCoordinates, above: torch.Tensor, count: int
     ) -> torch.Tensor:
-        """The rows `[Q, count]` that are likeliest to have a product above `[Q]`, best first.
+        """Return the rows `[Q, count]` most likely to have a product above `[Q]`, best first.
 
-        (p - above) / e is what counts, for a product p by codes and its usual error e: of the rounding, and
-        of what lies beside the directions. It grows with the row's length.
+        Ranks by (p - above) / e, for a product p by codes and its typical error e: of the rounding, and of the
+        residual outside the directions, which grows with the row's length.
         """
-        rounding = (asked.along * self.steps).square().sum(1, keepdim=True) / 12
-        unseen = (self.spread * asked.beyond).square().unsqueeze(1)
-        found = torch.empty_like(products)
+        rounding = (queries.along * self.steps).square().sum(1, keepdim=True) / 12
+        unseen = (self.spread * queries.beyond).square().unsqueeze(1)
+        ratings = torch.empty_like(products)
         for start in range(0, len(self), _SCANNED):
             here = slice(start, min(start + _SCANNED, len(self)))
             along = self.parts[here].float().div_(65535)
             values = products[:, here] - above.unsqueeze(1) / self.lengths[here]
             values /= torch.addcmul(unseen, rounding - unseen, along).sqrt_().clamp_(min=1e-30)
-            found[:, here] = values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-        return _largest(found, count)
+            ratings[:, here] = values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+        return _largest(ratings, count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AskedCoordinates:
-    """Queries as codes see them."""
+class QueryCoordinates:
+    """Coordinates of queries along the directions of codes."""
 
     along: torch.Tensor
     """`[Q, D]`"""
     beyond: torch.Tensor
-    """`[Q]`: the length of the rest"""
+    """`[Q]`: length of the residual"""
 
     @classmethod
     def of(
         cls, queries: Gradients, codes: SmallCodes, positions: list[int], *, smallest: bool
     ) -> Self:
-        """Those of the queries at some positions, turned round if the smallest products are asked for."""
+        """Compute the coordinates of some queries, negated to find the smallest products."""
         rows, slopes = queries.rows(positions).factors, queries.slopes_at(positions)
         along, squared = coordinates_of(queries, rows, codes.directions, slopes)
         beyond = (squared - along.square().sum(1)).clamp(min=0).sqrt()
@@ -147,10 +147,10 @@ def by_codes(
     smallest: bool,
     memory_budget: float | str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, ProductEngine]:
-    """The best `k` of each query among its candidates: values and rows `[Q, k]`, by exact products.
+    """Find the best `k` candidates of each query: values and rows `[Q, k]`, by exact products.
 
-    First those with the largest products by codes; then those that are likeliest to be above the `k`-th of
-    these. Without a number of candidates, twice as many until none of the last ones is among the best.
+    First the rows with the largest products by codes, then those most likely to exceed the `k`-th of these.
+    Without `candidates`, twice as many until none of the last ones is among the best.
     """
     _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
     _check_codes(codes, pair.train)
@@ -159,23 +159,22 @@ def by_codes(
     begun = wide if wide == len(codes) else begun
     ranked: list[_Ranking] = []
     together = max(1, _HELD // (8 * len(codes)))
-    with torch_threads(
-        1
-    ):  # tiles that stay in the cache: half a second of work, ten by two threads
+    # One thread: tiles stay in its cache, and more threads are twenty times slower.
+    with torch_threads(1):
         for begin in range(0, len(positions), together):
             some = positions[begin : begin + together]
-            asked = AskedCoordinates.of(pair.queries, codes, some, smallest=smallest)
+            queries = QueryCoordinates.of(pair.queries, codes, some, smallest=smallest)
             best = _Ranking(pair, some, k, smallest=smallest, memory_budget=memory_budget)
-            left = list(range(len(some)))
-            products = codes.products(asked)
+            remaining = list(range(len(some)))
+            products = codes.products(queries)
             near = codes.nearest(products, begun)
-            best.rank(left, near)
+            best.rank(remaining, near)
             if begun < wide:
                 last = best.values[:, -1] * (-1 if smallest else 1)
-                likely = _without(codes.likeliest(products, asked, last, wide), near)
+                likely = _without(codes.likeliest(products, queries, last, wide), near)
                 start, stop = 0, begun if candidates is None else wide - begun
-                while start < stop and left:
-                    left = best.rank(left, likely[left, start:stop])
+                while start < stop and remaining:
+                    remaining = best.rank(remaining, likely[remaining, start:stop])
                     start, stop = stop, min(2 * stop, wide - begun)
             ranked.append(best)
     values, rows = [one.values for one in ranked], [one.rows for one in ranked]
@@ -183,7 +182,7 @@ def by_codes(
 
 
 class _Ranking:
-    """The best rows of each query so far, by exact products."""
+    """Best rows of each query so far, by exact products."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class _Ranking:
         self.engine: ProductEngine
 
     def rank(self, queries: list[int], near: torch.Tensor) -> list[int]:
-        """Rank candidates `[q, n]` of some queries that were not ranked before; those of the queries whose best have changed."""
+        """Rank new candidates `[q, n]` of some queries; return the queries whose best rows have changed."""
         rows = torch.unique(near)
         positions = [self._positions[query] for query in queries]
         self.engine = ProductEngine(
@@ -216,31 +215,31 @@ class _Ranking:
         own = self.engine.matrix().gather(1, torch.searchsorted(rows, near))
         before = self.rows[queries]
         both, both_rows = torch.cat([self.values[queries], own], 1), torch.cat([before, near], 1)
-        by_row = both_rows.argsort(1)  # of equal products earlier rows come first
+        by_row = both_rows.argsort(1)  # ties go to earlier rows
         both, both_rows = both.gather(1, by_row), both_rows.gather(1, by_row)
         order = both.sort(dim=1, descending=not self._smallest, stable=True).indices[:, : self._k]
-        kept, kept_rows = both.gather(1, order), both_rows.gather(1, order)
-        if not self.values.shape[1]:  # the first ones, of all queries
-            self.values, self.rows = kept, kept_rows
+        best_values, best_rows = both.gather(1, order), both_rows.gather(1, order)
+        if not self.values.shape[1]:  # first call, for all queries
+            self.values, self.rows = best_values, best_rows
             return queries
-        self.values[queries], self.rows[queries] = kept, kept_rows
-        changed = (kept_rows != before).any(1).tolist()
+        self.values[queries], self.rows[queries] = best_values, best_rows
+        changed = (best_rows != before).any(1).tolist()
         return [query for query, new in zip(queries, changed, strict=True) if new]
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the largest of `[Q, N]` are, `[Q, count]`, falling; of equal ones the first.
+    """Return the positions of the largest of `[Q, N]`, `[Q, count]`, decreasing, first of ties.
 
-    Most values are below one that a few of them suggest, and are not sorted.
+    Most values are below a threshold estimated from a sample, and are not sorted.
     """
-    return torch.stack([_largest_of(one, count) for one in values])
+    return torch.stack([_largest_of(row, count) for row in values])
 
 
 def _largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
     few = values[::_STRIDE]
-    wanted = 2 * count // _STRIDE + 8
-    if wanted < len(few) // 2:
-        limit = few.kthvalue(len(few) - wanted).values
+    rank = 2 * count // _STRIDE + 8
+    if rank < len(few) // 2:
+        limit = few.kthvalue(len(few) - rank).values
         rows = (values > limit).nonzero().squeeze(1)
         if len(rows) >= count:
             order = values[rows].sort(descending=True, stable=True).indices[:count]
@@ -249,7 +248,7 @@ def _largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _without(rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Rows `[Q, n - s]` in their order, after those of `[Q, n]` that were seen, `[Q, s]`, are left out."""
+    """Return the rows `[Q, n - s]` of `[Q, n]` that are not in `seen [Q, s]`, in order."""
     known = torch.stack([torch.isin(a, b) for a, b in zip(rows, seen, strict=True)])
     order = known.byte().sort(dim=1, stable=True).indices
     return rows.gather(1, order[:, : rows.shape[1] - seen.shape[1]])
@@ -258,15 +257,18 @@ def _without(rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
 def _check_codes(codes: SmallCodes, train: Gradients) -> None:
     if codes.key != train.key or codes.manifest != train.block.manifest.digest:
         raise QueryError(
-            "these codes are of other rows",
+            "the codes belong to other rows",
+            code="query.codes_of_other_rows",
             found=f"{codes.key.split} at {codes.key.checkpoint}, {len(codes)} rows",
             expected=f"{train.key.split} at {train.key.checkpoint}, {len(train)} rows, version "
             f"{train.block.version}",
-            fix="gk.query.small_codes(train)",
+            fix="Build them with gk.query.small_codes(train).",
         )
     if list(codes.directions) != list(train.forms):
         raise QueryError(
-            "these codes are of other layers", fix="gk.query.small_codes(train) of these layers"
+            "the codes belong to other layers",
+            code="query.codes_of_other_layers",
+            fix="Build them with gk.query.small_codes(train) for these layers.",
         )
 
 
@@ -276,7 +278,7 @@ def coordinates_of(
     directions: Mapping[str, torch.Tensor],
     slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products `[B, D]` of rows with all directions, good to a hundredth, and squared lengths `[B]`."""
+    """Compute products `[B, D]` of rows with all directions, accurate to 1%, and squared lengths `[B]`."""
     along, squared = [], []
     for name, form in gradients.forms.items():
         rows = factors[name].widened()

@@ -1,4 +1,4 @@
-"""Sums over groups of rows: mean gradients, their variance, and products with them."""
+"""Sums over groups of rows: mean gradients, variances, and products with them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Directions:
-    """Dense gradients of K groups: what `along` multiplies every row with."""
+    """Dense gradients of K groups, with which `along` multiplies every row.
+
+    Attributes:
+        groups: Names of the groups.
+        layers: Values `[K, P]` of each layer.
+        forms: Form of each layer.
+        weights: Fingerprint of the model's weights.
+    """
 
     groups: tuple[Any, ...]
-    """What each group is called."""
     layers: Mapping[str, torch.Tensor]
-    """`[K, P]` per layer"""
     forms: Mapping[str, AnyForm]
     weights: str
-    """The fingerprint of the model's weights."""
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """One tensor `[K, *shape]` per parameter of the model."""
+        """Return one tensor `[K, *shape]` per parameter of the model."""
         check_restorable(self.forms)
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for name, values in self.layers.items():
-            found |= split_parameters(self.forms[name], values)
-        return found
+            parameters |= split_parameters(self.forms[name], values)
+        return parameters
 
 
 @checked(QueryError)
@@ -53,11 +57,20 @@ def mean(
     ids: Any = None,
     memory_budget: float | str | None = None,
 ) -> Directions:
-    """The mean gradient of all rows, or of each group.
+    """Compute the mean gradient of all rows, or of each group; one product per layer, nothing is restored.
 
-    `by` is the name of a kept value (`"label"`) or one value per row `[N]`; `weights [N]` weigh the
-    rows, and the result is divided by their sum. `ids` takes only those rows. Cost: one product per
-    layer, nothing is restored.
+    Args:
+        gradients: Gradients of the rows.
+        by: Name of a captured value (`"label"`), or one value per row `[N]`, that defines the groups.
+        weights: Weights of the rows `[N]`; the result is divided by their sum.
+        ids: Use only these rows.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Directions of K groups.
+
+    Raises:
+        QueryError: The weights of a group sum to zero, or a shape is wrong.
     """
     summed = total(gradients, by=by, weights=weights, ids=ids, memory_budget=memory_budget)
     member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
@@ -65,7 +78,8 @@ def mean(
     empty = (sizes == 0).squeeze(1)
     if bool(empty.any()):
         raise QueryError(
-            "the weights of a group add up to zero",
+            "the weights of a group sum to zero",
+            code="query.zero_weights",
             found=f"group {groups[int(empty.nonzero()[0])]}",
         )
     values = {name: sums / sizes.to(sums.dtype) for name, sums in summed.layers.items()}
@@ -81,7 +95,18 @@ def total(
     ids: Any = None,
     memory_budget: float | str | None = None,
 ) -> Directions:
-    """The (weighted) sum of the gradients of all rows, or of each group."""
+    """Compute the (weighted) sum of the gradients of all rows, or of each group.
+
+    Args:
+        gradients: Gradients of the rows.
+        by: Name of a captured value, or one value per row `[N]`, that defines the groups.
+        weights: Weights of the rows `[N]`.
+        ids: Use only these rows.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Directions of K groups.
+    """
     member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
     sums = _sums(gradients, member, memory_budget, squares=False)
     return Directions(groups, sums, gradients.forms, gradients.weights)
@@ -96,10 +121,20 @@ def squares(
     ids: Any = None,
     memory_budget: float | str | None = None,
 ) -> Directions:
-    """The (weighted) sum of squared gradient entries of all rows, or of each group.
+    """Compute the (weighted) sum of squared gradient entries of all rows, or of each group.
 
-    Of losses this is the diagonal of the empirical Fisher matrix. Cost: every row is restored
-    once, a tile at a time.
+    For losses this is the diagonal of the empirical Fisher matrix. Cost: every row is restored once, a tile
+    at a time.
+
+    Args:
+        gradients: Gradients of the rows.
+        by: Name of a captured value, or one value per row `[N]`, that defines the groups.
+        weights: Weights of the rows `[N]`.
+        ids: Use only these rows.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Directions of K groups.
     """
     member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
     sums = _sums(gradients, member, memory_budget, squares=True)
@@ -114,15 +149,25 @@ def variance(
     ids: Any = None,
     memory_budget: float | str | None = None,
 ) -> Directions:
-    """The variance of every gradient entry over all rows, or over each group (divided by its size).
+    """Compute the variance of every gradient entry over all rows, or over each group.
 
-    Cost: every row is restored once, a tile at a time, after a pass for the mean.
+    Divides by the number of rows. Cost: every row is restored once, a tile at a time, after a pass for the
+    mean.
+
+    Args:
+        gradients: Gradients of the rows.
+        by: Name of a captured value, or one value per row `[N]`, that defines the groups.
+        ids: Use only these rows.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Directions of K groups.
     """
     member, groups = _membership(gradients, by=by, weights=None, ids=ids)
-    centre = mean(gradients, by=by, ids=ids, memory_budget=memory_budget).layers
+    center = mean(gradients, by=by, ids=ids, memory_budget=memory_budget).layers
     slopes = gradients.slopes()
-    # Deviations are squared one by one: the difference of two large sums would lose digits.
-    sums = {name: torch.zeros_like(values) for name, values in centre.items()}
+    # Deviations are squared first: the difference of two large sums would lose digits.
+    sums = {name: torch.zeros_like(values) for name, values in center.items()}
     rows, scratch = _tiling(gradients, 2 * len(member), memory_budget, answer=0)
     group = member.argmax(0)
     counts = member.any(0)
@@ -135,7 +180,7 @@ def variance(
                 dense = form.restore(part)
                 if slopes is not None:
                     dense *= slopes[at].unsqueeze(1).to(dense.dtype)
-                dense -= centre[name][group[at]]
+                dense -= center[name][group[at]]
                 dense = dense.square_() * counts[at].unsqueeze(1)
                 sums[name].index_add_(0, group[at], dense.to(sums[name].dtype))
     sizes = member.sum(1, keepdim=True)
@@ -147,27 +192,41 @@ def variance(
 def along(
     gradients: Gradients, directions: Directions, *, memory_budget: float | str | None = None
 ) -> torch.Tensor:
-    """Products `[K, N]` of every row's gradient with given directions, such as a mean query."""
+    """Multiply every row's gradient with some directions, such as a mean query.
+
+    Args:
+        gradients: Gradients of the rows.
+        directions: Directions of K groups, at the same weights and layers.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Products `[K, N]`.
+
+    Raises:
+        QueryError: Weights or layers differ.
+    """
     if directions.weights != gradients.weights:
         raise QueryError(
-            "directions and rows were captured at different weights",
-            fix="make the directions from a capture at the same checkpoint",
+            "directions and rows were captured with different weights",
+            code="query.different_weights",
+            fix="Compute the directions from a capture at the same checkpoint.",
         )
     if list(directions.layers) != list(gradients.forms):
         raise QueryError(
             "directions and rows hold different layers",
+            code="query.different_layers",
             found=", ".join(sorted(set(directions.layers) ^ set(gradients.forms))[:8]),
         )
     count = len(directions.groups)
     out = torch.empty(count, len(gradients))
     rows, scratch = _tiling(gradients, count, memory_budget, answer=count * len(gradients) * 4)
     for some in gradients.stream(rows):
-        found = torch.zeros(count, some.stop - some.start)
+        products = torch.zeros(count, some.stop - some.start)
         for name, form in gradients.forms.items():
             factors = some.factors[name]
             moved = directions.layers[name].to(factors.example.dtype)
-            found += form.along(factors, moved, scratch=scratch).float()
-        out[:, some.start : some.stop] = found
+            products += form.along(factors, moved, scratch=scratch).float()
+        out[:, some.start : some.stop] = products
     slopes = gradients.slopes()
     return out if slopes is None else out * slopes
 
@@ -191,11 +250,11 @@ def _sums(
         for name, form in gradients.forms.items():
             factors = some.factors[name]
             add_up = form.weighted_squares if squares else form.weighted_sum
-            found = add_up(factors, part.to(factors.example.dtype))
+            part_sums = add_up(factors, part.to(factors.example.dtype))
             if name in sums:
-                sums[name] += found
+                sums[name] += part_sums
             else:
-                sums[name] = found
+                sums[name] = part_sums
     for name, form in gradients.forms.items():
         sums.setdefault(name, torch.zeros(len(member), form.gradient_size))
     return {name: sums[name] for name in gradients.forms}
@@ -204,30 +263,37 @@ def _sums(
 def _membership(
     gradients: Gradients, *, by: Any, weights: Any, ids: Any
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """How much each row counts for each group `[K, N]`, and what the groups are called."""
+    """Return the weight of each row in each group `[K, N]`, and the names of the groups."""
     count = len(gradients)
     if by is None:
         labels, names = np.zeros(count, np.int64), np.zeros(1, np.int64)
     else:
-        given = gradients.column(by) if isinstance(by, str) else by
+        groups = gradients.column(by) if isinstance(by, str) else by
         values = _arguments.array(
-            "by", given, error=QueryError, kinds="biufUS", expected="one group per row"
+            "by", groups, error=QueryError, kinds="biufUS", expected="one group per row"
         )
         if values.shape != (count,):
             raise QueryError(
-                "one group per row is needed", found=f"shape {values.shape}", expected=f"({count},)"
+                "by must have one group per row",
+                code="query.wrong_groups",
+                found=f"shape {values.shape}",
+                expected=f"({count},)",
             )
         names, labels = np.unique(values, return_inverse=True)
     amounts = np.ones(count)
     if weights is not None:
-        given = _arguments.array("weights", weights, error=QueryError)
-        amounts = given.astype(np.float64)
+        amounts = _arguments.array("weights", weights, error=QueryError).astype(np.float64)
     if amounts.shape != (count,):
         raise QueryError(
-            "one weight per row is needed", found=f"shape {amounts.shape}", expected=f"({count},)"
+            "weights must have one weight per row",
+            code="query.wrong_weights",
+            found=f"shape {amounts.shape}",
+            expected=f"({count},)",
         )
     if not np.isfinite(amounts).all():
-        raise QueryError("weights are finite numbers", found="NaN or infinity among them")
+        raise QueryError(
+            "weights must be finite", code="query.wrong_weights", found="NaN or infinity"
+        )
     if ids is not None:
         chosen = np.zeros(count, bool)
         chosen[gradients.positions(ids)] = True
@@ -240,7 +306,7 @@ def _membership(
 def _tiling(
     gradients: Gradients, groups: int, memory_budget: float | str | None, *, answer: int
 ) -> tuple[int, int]:
-    """Rows at a time and bytes of temporaries; the directions themselves count as the answer."""
+    """Return rows per tile and bytes of temporaries; the directions count as part of the result."""
     held = answer + groups * gradients.size * 4
     split = stream_shares(gradients, memory_budget, answer=held)
     return split.train_rows, split.scratch

@@ -1,4 +1,4 @@
-"""Which tokens of a training row carry its products with queries."""
+"""Split products of training rows with queries by token."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenProducts:
-    """What each token of some training rows adds to their products with queries."""
+    """Contribution of each token of some training rows to their products with queries.
+
+    Attributes:
+        values: Contributions `[Q, N, T]` float32; zero from `lengths` on.
+        lengths: Number of tokens of each row `[N]` int64; later ones are padding.
+        rest: Contributions `[Q, N]` float32 of layers without positions to the whole row.
+        query_ids: Ids of the queries `[Q]`.
+        train_ids: Ids of the training rows `[N]`.
+        layers: Layers whose contributions are split by token.
+        rest_layers: Layers that contribute to `rest`, wholly or in part.
+    """
 
     values: Tensor
-    """`[Q, N, T]` float32; zeros behind the last token of a shorter row, whose number is in `lengths`"""
     lengths: Tensor
-    """`[N]` int64: from which token on nothing is kept of a row, as of padding"""
     rest: Tensor
-    """`[Q, N]` float32: what layers without positions add to the row as a whole"""
     query_ids: Ids
-    """`[Q]`"""
     train_ids: Ids
-    """`[N]`"""
     layers: tuple[str, ...]
-    """Layers of which positions are told apart."""
     rest_layers: tuple[str, ...] = ()
-    """Layers that add to `rest`, with all that they are or with a part of it."""
 
     @property
     def sums(self) -> Tensor:
-        """`[Q, N]`: tokens and rest together, which is the product of whole rows."""
+        """Products `[Q, N]` of whole rows: tokens plus rest."""
         return self.values.double().sum(2).add_(self.rest).float()
 
 
@@ -58,40 +61,53 @@ def tokens(
     train_ids: Any = None,
     memory_budget: float | str | None = None,
 ) -> TokenProducts:
-    """How much each token of training rows carries of their products with queries, `[Q, N, T]`.
+    """Split the products of training rows with queries into contributions of tokens.
 
-    With g_q the query's gradient, layers that keep prefixes x_t and suffixes h_t give
-    `h_t . (g_q x_t)` at the token t that they read. What has no positions is in `rest`, row by row:
-    norms and layers kept dense, embeddings, of which equal tokens of a row are added up, and
-    convolutions. `ids` picks queries, `train_ids` training rows; without them it is all of each, and
-    Q N T numbers. Cost: 2 Q T P operations a row, layer by layer, with the queries restored.
+    With g_q the query's gradient, layers that store prefixes x_t and suffixes h_t contribute
+    `h_t . (g_q x_t)` at token t. Contributions without positions are in `rest`: norms and dense layers,
+    embeddings (equal tokens of a row are summed), and convolutions. Cost: 2 Q T P operations per row, layer by
+    layer, with the queries restored.
 
-    >>> import gradkeep as gk, tempfile
-    >>> from gradkeep.data import GPT
-    >>> store, model = gk.open(tempfile.mkdtemp()), GPT(vocabulary=9, length=8, dim=4, heads=2)
-    >>> data = [{"input_ids": torch.randint(9, (3, 8))}]
-    >>> _ = gk.capture(store, model, data, task=gk.LanguageModeling(), split="train",
-    ...                keep="factors")
-    >>> train = gk.gradients(store, split="train")
-    >>> found = gk.query.tokens(train, train, ids=[0], train_ids=[2, 1])
-    >>> whole = gk.query.dot(train, train, ids=[0]).values[:, [2, 1]]
-    >>> found.values.shape, torch.allclose(found.sums, whole, rtol=1e-4, atol=1e-5)
-    (torch.Size([1, 2, 8]), True)
+    Args:
+        queries: Gradients of the queries.
+        train: Gradients of the training rows.
+        ids: Ids of the queries; all by default.
+        train_ids: Ids of the training rows; all by default. The result has Q N T numbers.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Contributions `[Q, N, T]`.
+
+    Raises:
+        QueryError: The capture holds no positions, or the result is too large.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> from gradkeep.data import GPT
+        >>> store, model = gk.open(tempfile.mkdtemp()), GPT(vocabulary=9, length=8, dim=4, heads=2)
+        >>> data = [{"input_ids": torch.randint(9, (3, 8))}]
+        >>> _ = gk.capture(store, model, data, task=gk.LanguageModeling(), split="train",
+        ...                keep="factors")
+        >>> train = gk.gradients(store, split="train")
+        >>> by_token = gk.query.tokens(train, train, ids=[0], train_ids=[2, 1])
+        >>> by_row = gk.query.dot(train, train, ids=[0]).values[:, [2, 1]]
+        >>> by_token.values.shape, torch.allclose(by_token.sums, by_row, rtol=1e-4, atol=1e-5)
+        (torch.Size([1, 2, 8]), True)
     """
     check_pairs([GradientPair(queries, train)])
-    asked = np.arange(len(queries)) if ids is None else queries.positions(ids)
-    _check_some("queries", asked)
-    rows = _TokenRows(train, train_ids, len(asked), memory_budget)
+    positions = np.arange(len(queries)) if ids is None else queries.positions(ids)
+    _check_some("queries", positions)
+    rows = _TokenRows(train, train_ids, len(positions), memory_budget)
     slopes = queries.slopes()
     for layer in rows.layers:
         form = queries.forms[layer]
-        for start in range(0, len(asked), rows.queries_at_once(layer)):
-            some = asked[start : start + rows.queries_at_once(layer)]
+        for start in range(0, len(positions), rows.queries_at_once(layer)):
+            some = positions[start : start + rows.queries_at_once(layer)]
             dense = form.restore(queries.rows(some).factors[layer].widened())
             if slopes is not None:
                 dense = dense * slopes[torch.from_numpy(some), None].to(dense.dtype)
             rows.add(layer, dense, start)
-    return rows.found(queries.ids[asked])
+    return rows.products(queries.ids[positions])
 
 
 @checked(QueryError)
@@ -102,28 +118,41 @@ def along_tokens(
     ids: Any = None,
     memory_budget: float | str | None = None,
 ) -> TokenProducts:
-    """What each token of rows adds to their products with given directions: `along`, token by token.
+    """Split the products of rows with some directions by token: `along`, token by token.
 
-    The directions are the K queries, numbered from 0.
+    Args:
+        gradients: Gradients of the rows.
+        directions: K directions, which are numbered from 0 as queries.
+        ids: Ids of the rows; all by default.
+        memory_budget: Most memory, such as "4GiB".
+
+    Returns:
+        Contributions `[K, N, T]`.
+
+    Raises:
+        QueryError: Weights or layers differ, or the capture holds no positions.
     """
     if directions.weights != gradients.weights:
         raise QueryError(
-            "directions and rows were captured at different weights",
-            fix="make the directions from a capture at the same checkpoint",
+            "directions and rows were captured with different weights",
+            code="query.different_weights",
+            fix="Compute the directions from a capture at the same checkpoint.",
         )
     count = len(directions.groups)
     rows = _TokenRows(gradients, ids, count, memory_budget)
     for layer in rows.layers:
         if layer not in directions.layers:
             raise QueryError(
-                "directions and rows hold different layers", found=f"no directions of {layer}"
+                "directions and rows hold different layers",
+                code="query.different_layers",
+                found=f"no directions of {layer}",
             )
         rows.add(layer, directions.layers[layer], 0)
-    return rows.found(np.arange(count))
+    return rows.products(np.arange(count))
 
 
 class _TokenRows:
-    """Products of some rows' tokens, added up layer by layer."""
+    """Products of some rows' tokens, accumulated layer by layer."""
 
     def __init__(
         self, train: Gradients, ids: Any, queries: int, memory_budget: float | str | None
@@ -135,8 +164,8 @@ class _TokenRows:
         self._check_positions()
         self.places = {layer: self._places(layer) for layer in self.layers}
         self.lengths = torch.zeros(len(self.at), dtype=torch.int64)
-        for found in self.places.values():
-            for row, places in enumerate(found or ()):
+        for layer_places in self.places.values():
+            for row, places in enumerate(layer_places or ()):
                 if len(places):
                     self.lengths[row] = max(int(self.lengths[row]), int(places.max()) + 1)
         shape = (queries, len(self.at), int(self.lengths.max()))
@@ -146,12 +175,12 @@ class _TokenRows:
         self.rest_layers: dict[str, None] = {}
 
     def queries_at_once(self, layer: str) -> int:
-        """Queries whose restored gradients, with a copy, take a quarter of the budget."""
+        """Return how many queries' restored gradients, with a copy, take a quarter of the budget."""
         limit = DEFAULT_BUDGET if self.budget is None else parse_bytes(self.budget)
         return max(1, limit // 4 // (16 * self.train.forms[layer].gradient_size))
 
     def add(self, layer: str, directions: Tensor, start: int) -> None:
-        """Add the products of one layer with directions `[K, P]`, which are queries from `start` on."""
+        """Add the products of one layer with directions `[K, P]` of the queries from `start` on."""
         form = self.train.forms[layer]
         slopes = self.train.slopes()
         stop = start + len(directions)
@@ -171,7 +200,7 @@ class _TokenRows:
     def _row(
         self, layer: str, factors: GradientRows, directions: Tensor, row: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What the tokens `[K, T]` of one row add, and what is not told apart `[K]`."""
+        """Return the contributions of the tokens `[K, T]` of one row, and of parts without positions `[K]`."""
         form, places = self.train.forms[layer], self.places[layer]
         parts = None if places is None else form.along_positions(factors, directions)
         if parts is None or places is None:
@@ -179,11 +208,11 @@ class _TokenRows:
         first, *others = parts
         values = first.values.new_zeros(len(directions), int(self.lengths[row]))
         values.index_add_(1, places[row], first.values)
-        # Equal tokens that an embedding reads were added up: where they stood is not kept.
+        # An embedding sums equal tokens: their positions are not stored.
         return values, _summed(others) if others else None
 
-    def found(self, query_ids: Ids) -> TokenProducts:
-        """The answer."""
+    def products(self, query_ids: Ids) -> TokenProducts:
+        """Return the accumulated products."""
         return TokenProducts(
             values=self.values,
             lengths=self.lengths,
@@ -195,15 +224,15 @@ class _TokenRows:
         )
 
     def _places(self, layer: str) -> list[Tensor] | None:
-        """The token of every position, row by row; None: it is not known for all of them."""
+        """Return the token of every position by row; None if some are unknown."""
         name = self.train.forms[layer].places_array
         if name is None or name not in self.train.block.names:
             return None
-        kept: Any = self.train.block.read_rows(self.at, [name])[name]
-        places = torch.from_numpy(np.array(kept.values)).long()
+        stored: Any = self.train.block.read_rows(self.at, [name])[name]
+        places = torch.from_numpy(np.array(stored.values)).long()
         if bool((places < 0).any()):
             return None
-        return list(torch.split(places, np.diff(kept.offsets).tolist()))
+        return list(torch.split(places, np.diff(stored.offsets).tolist()))
 
     def _check_positions(self) -> None:
         names = self.train.block.names
@@ -213,34 +242,41 @@ class _TokenRows:
         split = self.train.key.split
         if any(form.basis is not None for form in forms):
             raise QueryError(
-                f"{split} is kept as coordinates of whole rows: their tokens are not told apart",
-                fix="gk.attribute_tokens(store, ..., model=model, loader=loader, task=task) runs the "
-                "chosen rows again",
+                f"{split} is stored as coordinates of whole rows, which cannot be split by token",
+                code="query.coordinates_only",
+                fix="Use gk.attribute_tokens(store, ..., model=model, loader=loader, task=task), which "
+                "runs the chosen rows again.",
             )
         raise QueryError(
-            f"no layer of {split} is kept token by token",
+            f"no layer of {split} is stored by token",
+            code="query.no_tokens",
             found=", ".join(sorted({form.kind for form in forms})),
             expected="factors of a task with tokens, such as gk.LanguageModeling",
-            fix="capture with keep='factors' under another name=, or run the rows again: "
-            "gk.attribute_tokens(store, ..., model=model, loader=loader, task=task)",
+            fix="Capture with keep='factors' under another name=, or run the rows again with "
+            "gk.attribute_tokens(store, ..., model=model, loader=loader, task=task).",
         )
 
     def _check_budget(self, shape: tuple[int, ...]) -> None:
         limit = DEFAULT_BUDGET if self.budget is None else parse_bytes(self.budget)
         if 4 * int(np.prod(shape)) > limit:
             raise QueryError(
-                "too many tokens for one answer",
+                "the result has too many tokens",
+                code="query.too_many_tokens",
                 found=f"{shape[0]} queries x {shape[1]} rows x {shape[2]} tokens",
                 expected=f"at most {limit // 4} numbers",
-                fix="choose rows and queries with train_ids= and ids=, or raise memory_budget=",
+                fix="Select rows and queries with train_ids= and ids=, or raise memory_budget=.",
             )
 
 
 def _summed(parts: list[PositionProducts]) -> Tensor:
-    """The sums `[K]` of the positions of a single row."""
+    """Return the sums `[K]` over the positions of a single row."""
     return torch.stack([sum_columns(part.values, part.spans)[:, 0] for part in parts]).sum(0)
 
 
 def _check_some(what: str, rows: Ids) -> None:
     if not len(rows):
-        raise QueryError(f"no {what} were asked about", fix="pass ids of some rows")
+        raise QueryError(
+            f"there are no {what}",
+            code=f"query.no_{what.replace(' ', '_')}",
+            fix="Pass ids of some rows.",
+        )

@@ -1,4 +1,4 @@
-"""The largest products by many workers: each searches for some of the queries."""
+"""Find the largest products in worker processes, each for a block of the queries."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 def top_by_workers(
     pairs: Sequence[GradientPair],
-    asked: Ids,
+    query_ids: Ids,
     k: int,
     arguments: Mapping[str, Any],
     *,
     workers: int | None,
     engine: Engine | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and ids `[Q, k]` that `top` finds for the queries `asked`, in blocks of them."""
-    blocks = blocks_of(len(asked), size_of(workers, engine))
+    """Compute values and ids `[Q, k]` of `top` for some queries, in blocks."""
+    blocks = blocks_of(len(query_ids), size_of(workers, engine))
     size = len(blocks[0])
     block = pairs[0].train.block
     store = Store(block.backend, durability=block.durability)
@@ -42,16 +42,16 @@ def top_by_workers(
         store=store.location,
         queries=tuple(_Side.of_gradients(pair.queries) for pair in pairs),
         train=tuple(_Side.of_gradients(pair.train) for pair in pairs),
-        blocks=tuple(asked[part.start : part.stop] for part in blocks),
+        blocks=tuple(query_ids[part.start : part.stop] for part in blocks),
         k=k,
         size=size,
         arguments=arguments,
     )
     arrays = (Array("values", "float32", (size, k)), Array("rows", "int64", (size, k)))
     try:
-        found = share_out(
+        parts = share_out(
             store,
-            f"the largest {k} of {len(asked)} queries",
+            f"the largest {k} of {len(query_ids)} queries",
             arrays,
             len(blocks),
             job,
@@ -61,7 +61,7 @@ def top_by_workers(
     except FarmError as error:
         raise QueryError(error.message, found=error.found, fix=error.fix) from error
     values, ids = (
-        np.concatenate([found[name][n][: len(part)] for n, part in enumerate(blocks)])
+        np.concatenate([parts[name][n][: len(part)] for n, part in enumerate(blocks)])
         for name in ("values", "rows")
     )
     return torch.from_numpy(values), torch.from_numpy(ids)
@@ -69,15 +69,15 @@ def top_by_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Some gradients as another process finds them."""
+    """Reference to gradients that another process can open."""
 
     key: CaptureKey
     layers: tuple[str, ...]
     of: GradientOf
 
     @classmethod
-    def of_gradients(cls, given: Gradients) -> _Side:
-        return cls(given.key, tuple(given.forms), given.of)
+    def of_gradients(cls, gradients: Gradients) -> _Side:
+        return cls(gradients.key, tuple(gradients.forms), gradients.of)
 
     def open(self, store: Store) -> Gradients:
         return gradients_of(open_capture(store, self.key), self.key, list(self.layers), self.of)
@@ -85,7 +85,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TopJob:
-    """A job of the farm: the largest products of blocks of queries."""
+    """Farm job that finds the largest products of blocks of queries."""
 
     store: str
     queries: tuple[_Side, ...]
@@ -101,14 +101,14 @@ class _TopJob:
 
         store = open_store(self.store, create=False)
         queries, train = ([side.open(store) for side in one] for one in (self.queries, self.train))
-        told = []
+        results = []
         for number in numbers:
-            found = top(queries, train, self.k, ids=self.blocks[number], **self.arguments)
-            beyond = ((0, self.size - len(found.ids)), (0, 0))
-            told.append(
+            best = top(queries, train, self.k, ids=self.blocks[number], **self.arguments)
+            beyond = ((0, self.size - len(best.ids)), (0, 0))
+            results.append(
                 {
-                    "values": np.pad(found.values.float().numpy(), beyond),
-                    "rows": np.pad(found.ids.numpy(), beyond),
+                    "values": np.pad(best.values.float().numpy(), beyond),
+                    "rows": np.pad(best.ids.numpy(), beyond),
                 }
             )
-        return told
+        return results

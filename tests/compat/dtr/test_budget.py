@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from raises import raises
 from torch import nn
 
 from gradkeep.compat import dtr
@@ -41,7 +42,7 @@ def test_a_budget_below_the_parameters_raises():
     net, x = perceptron(), torch.randn(512, 64)
     with dtr.install():
         torch.set_memory_budget(1e5)
-        with pytest.raises(BudgetError, match="no storage can be evicted"):
+        with raises(BudgetError, "budget.exhausted"):
             step(net, x)
     assert all(torch.isfinite(p).all() for p in net.parameters())
 

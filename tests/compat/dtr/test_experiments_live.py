@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from raises import raises
 
 from gradkeep.cli._remat_figures import show_endings
 from gradkeep.compat.dtr.experiments._config import pareto_experiment, parse_experiment
@@ -16,7 +17,7 @@ from gradkeep.compat.dtr.experiments._live import (
     measure_checkpoints,
     measure_online,
     measure_planned,
-    placed,
+    place_checkpoints,
 )
 from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.compat.dtr.experiments._trial import TrialWork
@@ -154,8 +155,8 @@ def test_online_gives_up_beyond_its_limit():
 
 
 def test_online_may_look_at_a_part_of_the_pool():
-    asked = {"heuristic": "lru", "sample": True, "skip_small": True}
-    found = measure_online(WORDS, 0.9 * 1123320, **asked, limit=10.0)
+    options = {"heuristic": "lru", "sample": True, "skip_small": True}
+    found = measure_online(WORDS, 0.9 * 1123320, **options, limit=10.0)
     assert (found["status"], found["unlimited_peak"]) == ("ok", 1123320)
     assert found["peak"] <= found["budget"]
     assert found["evictions"] > 0
@@ -206,7 +207,7 @@ def test_checkpoints_go_where_they_are_told_and_away_again():
     plain = work.step()
     for name in ("3 segments", "all", "odd"):
         torch.set_rng_state(rng)
-        with placed(work.model, name):
+        with place_checkpoints(work.model, name):
             assert torch.equal(work.step(), plain)
     assert not any("forward" in vars(module) for module in work.model.modules())
 
@@ -222,8 +223,9 @@ def test_places_that_a_model_does_not_have_are_no_failure():
     found = measure_checkpoints(TINY, placement="2 segments")
     assert found["status"] == "infeasible"
     assert "no such placement" in found["message"]
-    with pytest.raises(RematError, match="at least 99"):
-        placed(torch.nn.Sequential(torch.nn.Linear(2, 2)), "99 segments").__enter__()
+    with raises(RematError, "compat.no_segments") as caught:
+        place_checkpoints(torch.nn.Sequential(torch.nn.Linear(2, 2)), "99 segments").__enter__()
+    assert "at least 99" in caught.value.expected
 
 
 def test_optima_are_told_apart_from_guesses():
@@ -289,16 +291,16 @@ def test_bad_command_lines_get_a_message_and_no_traceback(words, message, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "code"),
     [
-        ({"sizes": {"length": "long"}}, "whole number"),
-        ({"placements": ["everywhere"]}, "placement unknown"),
-        ({"live_heuristics": ["dtrr"]}, "heuristic"),
-        ({"live_ratios": [0]}, "> 0"),
-        ({"live_ratios": []}, "empty"),
+        ({"sizes": {"length": "long"}}, "compat.size_type"),
+        ({"placements": ["everywhere"]}, "compat.unknown_placement"),
+        ({"live_heuristics": ["dtrr"]}, "remat.unknown_heuristic"),
+        ({"live_ratios": [0]}, "compat.invalid_field"),
+        ({"live_ratios": []}, "compat.empty_list"),
     ],
 )
-def test_bad_questions_about_a_model_are_refused_before_anything_runs(wrong, message):
-    asked = {"sizes": {}, "heuristics": ["lru"], "ratios": [0.5], **wrong}
-    with pytest.raises(RematError, match=message):
-        pareto_experiment(["lstm"], **asked)
+def test_bad_questions_about_a_model_are_refused_before_anything_runs(wrong, code):
+    options = {"sizes": {}, "heuristics": ["lru"], "ratios": [0.5], **wrong}
+    with raises(RematError, code):
+        pareto_experiment(["lstm"], **options)

@@ -135,7 +135,7 @@ def test_a_vocabulary_that_is_missing_or_of_another_checkpoint_is_refused(bert_f
     assert f"{file}: the vocabulary is not that of the checkpoint" in told
     file.write_text("hello\n")
     assert published.run("Bert", "AGNews") == 1
-    assert "no WordPiece vocabulary" in capsys.readouterr().err
+    assert "not a WordPiece vocabulary" in capsys.readouterr().err
     file.unlink()
     assert published.run("Bert", "AGNews") == 1
     told = capsys.readouterr().err

@@ -3,6 +3,7 @@
 import numpy as np
 import published
 import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep.compat.metastore import _config, _run
@@ -31,7 +32,7 @@ def test_without_collecting_what_is_kept_is_used(vgg_folder, capsys, monkeypatch
     assert published.run("VGG16", "cifar10", "ted", 20, 3) == 1
     told = capsys.readouterr().err
     assert "config.yaml: system.collect_artifacts is false" in told
-    assert "set system.collect_artifacts: true" in told
+    assert "Set system.collect_artifacts: true" in told
     published.write_vgg(vgg_folder, seed=4)
     assert published.run("VGG16", "cifar10") == 1
     assert "of other weights" in capsys.readouterr().err
@@ -65,10 +66,16 @@ def test_chosen_test_samples_are_asked_about(vgg_folder, capsys):
     assert "no test sample 5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["", "a", "3-1", "1,1", "0-2,2", "-1", "1.5", "0-99999999999"])
-def test_indices_that_are_none_are_refused(given):
-    with pytest.raises(CaptureError, match="--test_indices"):
-        parse_indices(given)
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        *((text, "compat.test_indices") for text in ("", "a", "3-1", "-1", "1.5", "0-99999999999")),
+        *((text, "compat.test_indices_twice") for text in ("1,1", "0-2,2")),
+    ],
+)
+def test_invalid_indices_are_refused(text, code):
+    with raises(CaptureError, code):
+        parse_indices(text)
 
 
 def test_another_epoch_and_other_layers_have_gradients_of_their_own(vgg_folder):
@@ -104,7 +111,7 @@ def test_a_checkpoint_that_was_trained_again_needs_a_name(vgg_folder, capsys):
 @pytest.mark.parametrize(
     ("block", "key", "value", "words"),
     [
-        ("system", "collect_artefacts", True, "did you mean collect_artifacts"),
+        ("system", "collect_artefacts", True, "Did you mean collect_artifacts"),
         ("system", "collect_artifacts", "no", "system.collect_artifacts"),
         ("system", "float_precision", "float64", "system.float_precision"),
         ("system", "device", "tpu", "system.device"),
@@ -147,7 +154,7 @@ def test_whole_gradients_that_the_disk_cannot_hold_are_refused(vgg_folder, capsy
     full = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(_run.shutil, "disk_usage", lambda _: full)
     assert published.run("VGG16", "cifar10", "naive") == 1
-    assert "naive keeps whole gradients" in capsys.readouterr().err
+    assert "naive stores dense gradients" in capsys.readouterr().err
     assert published.run("VGG16", "cifar10", "ted") == 0
 
 

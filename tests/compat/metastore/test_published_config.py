@@ -31,8 +31,8 @@ def test_the_place_that_the_key_names_comes_first(folder):
 def test_pictures_are_scaled_by_its_own_deviations(vgg_folder):
     from gradkeep.compat.metastore._data import DataSource
 
-    here = WorkingFolder(vgg_folder, vgg_folder)
-    train, test = DataSource("cifar10", {}, here, vgg_folder, "config.yaml").load()
+    current_folder = WorkingFolder(vgg_folder, vgg_folder)
+    train, test = DataSource("cifar10", {}, current_folder, vgg_folder, "config.yaml").load()
     with open(vgg_folder / "data" / "cifar-10-batches-py" / "test_batch", "rb") as file:
         pixels = pickle.load(file, encoding="bytes")[b"data"].reshape(-1, 3, 32, 32)
     mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)

@@ -44,9 +44,9 @@ def test_what_cannot_be_run_is_told_and_the_rest_goes_on(vgg_folder, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--data", "mnist"], "--data: there is no 'mnist'"),
-        (["--methods", "magic"], "--methods: there is no 'magic'"),
-        (["--methods", ","], "--methods names nothing"),
+        (["--data", "mnist"], "--data: unknown name 'mnist'"),
+        (["--methods", "magic"], "--methods: unknown name 'magic'"),
+        (["--methods", ","], "--methods is empty"),
         (["--samples", "0"], "--samples cannot be '0'"),
         (["--queries", "x"], "--queries cannot be 'x'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),

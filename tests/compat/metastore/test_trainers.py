@@ -59,7 +59,7 @@ def test_resnet50_begins_with_weights_of_torchvision(folder, capsys):
 def test_pictures_are_moved_and_turned_but_stay_pictures():
     torch.manual_seed(0)
     pictures = torch.arange(2 * 3 * 8 * 8.0).reshape(2, 3, 8, 8)
-    moved = resnet50_trainer.moved_and_turned(pictures)
+    moved = resnet50_trainer.augment_images(pictures)
     assert moved.shape == pictures.shape
     assert set(moved.flatten().tolist()) <= set(pictures.flatten().tolist())
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 
 import gradkeep.store as gs
 from gradkeep.compat.trak._rows import RowLog, delete_rows
@@ -68,16 +69,17 @@ def test_all_readers_agree_on_rows_that_were_computed_at_the_same_time(puts):
         )
         early.refresh()
     late = opened(store)
-    there = np.flatnonzero(late.done)
-    assert there.tolist() == sorted(set().union(*puts))
-    assert torch.equal(early.read(there), late.read(there))
+    written = np.flatnonzero(late.done)
+    assert written.tolist() == sorted(set().union(*puts))
+    assert torch.equal(early.read(written), late.read(written))
 
 
 def test_rows_that_are_not_there_are_not_read(tmp_path):
     kept = opened(gs.open(tmp_path))
     kept.put(np.array([3]), values([3]), None)
-    with pytest.raises(MissingRowsError, match="no row 2, 4"):
+    with raises(MissingRowsError, "store.missing_rows") as caught:
         kept.read(np.array([2, 3, 4]))
+    assert caught.value.found == "2, 4"
     assert np.isnan(kept.weight[2])
 
 

@@ -80,14 +80,14 @@ def test_every_call_of_the_released_package_is_understood():
     wrong, others = {}, {}
     for name, theirs, ours in functions():
         asked = list(inspect.signature(theirs).parameters.values())
-        taken = list(inspect.signature(ours).parameters.values())
+        parameters = list(inspect.signature(ours).parameters.values())
         for place, one in enumerate(asked):
-            mine = taken[place] if place < len(taken) else None
+            mine = parameters[place] if place < len(parameters) else None
             if mine is None or (mine.name, mine.kind) != (one.name, one.kind):
                 wrong[name] = f"{inspect.signature(theirs)} against {inspect.signature(ours)}"
             elif one.default is not one.empty and mine.default != one.default:
                 others[f"{name} {one.name}"] = mine.default
-        for more in taken[len(asked) :]:
+        for more in parameters[len(asked) :]:
             if more.default is more.empty and more.kind not in (
                 more.VAR_POSITIONAL,
                 more.VAR_KEYWORD,

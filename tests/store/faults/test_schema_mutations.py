@@ -61,7 +61,7 @@ MUTATIONS = {
     "layer of an array": (with_prefix(layer="fc2"), ["fc1.prefix: layer", "'fc1'", "'fc2'"]),
     "array renamed": (
         with_prefix(name="fc9.prefix"),
-        ["fc1.prefix: stored, but not asked for", "fc9.prefix: asked for, but not stored"],
+        ["fc1.prefix: stored, but not requested", "fc9.prefix: requested, but not stored"],
     ),
     "encoding": (
         with_prefix(encoding="float16-scaled"),
@@ -73,11 +73,11 @@ MUTATIONS = {
     "nan policy": (with_prefix(nan="keep"), ["fc1.prefix: nan", "'refuse'", "'keep'"]),
     "array dropped": (
         replace(STORED, arrays=(LOSS, PREFIX)),
-        ["fc1.suffix: stored, but not asked for"],
+        ["fc1.suffix: stored, but not requested"],
     ),
     "array added": (
         replace(STORED, arrays=(*STORED.arrays, gs.Array("margin"))),
-        ["margin: asked for, but not stored"],
+        ["margin: requested, but not stored"],
     ),
     "order of arrays": (
         replace(STORED, arrays=(PREFIX, LOSS, SUFFIX)),
@@ -85,7 +85,7 @@ MUTATIONS = {
     ),
     "layer renamed": (
         replace(STORED, layers=(FC1, replace(FC2, name="head"))),
-        ["layer fc2: stored, but not asked for", "layer head: asked for, but not stored"],
+        ["layer fc2: stored, but not requested", "layer head: requested, but not stored"],
     ),
     "layer's type": (
         replace(STORED, layers=(FC1, replace(FC2, type="Conv2d"))),
@@ -120,7 +120,7 @@ MUTATIONS = {
     ),
     "fingerprint dropped": (
         without_fingerprint("seed"),
-        ["fingerprint seed", "stored 7", "asked for nothing"],
+        ["fingerprint seed", "stored 7", "requested nothing"],
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Every method, one file each; the default first."""
+"""All methods, one file per family; the default first."""
 
 from gradkeep.attribution.scorers._adam import ADAM
 from gradkeep.attribution.scorers._baselines import (

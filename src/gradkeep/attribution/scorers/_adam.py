@@ -1,4 +1,4 @@
-"""`adam`: products of gradients as the optimizer saw them."""
+"""`adam`: products of gradients as Adam scales them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdamOptions:
-    """What `adam` must be told."""
+    """Options of `adam`."""
 
     state: Any = None
-    """A `gk.capturing.AdamState`, from `gk.read_adam`; of the checkpoint that is asked."""
+    """`gk.capturing.AdamState` of the checkpoint, from `gk.read_adam`."""
 
 
 def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
@@ -36,8 +36,9 @@ def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
     if not isinstance(options.state, AdamState):
         raise AttributionError(
             "adam needs the optimizer's second moments",
+            code="attribute.no_adam_state",
             found=type(options.state).__name__,
-            fix="pass state=gk.read_adam(optimizer.state_dict() or a Trainer's folder, model)",
+            fix="Pass state=gk.read_adam(optimizer.state_dict() or a Trainer's folder, model).",
         )
     state: AdamState = options.state
     roots = {layer: _roots(state, form) for layer, form in at.train().forms.items()}
@@ -49,16 +50,17 @@ def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
 
 
 def _roots(state: AdamState, form: AnyForm) -> Tensor:
-    """What Adam divides a layer's gradient `[P]` by."""
+    """Return the denominator of Adam for a layer's gradient `[P]`."""
     parts = []
     for parameter in form.parameters:
-        found = state.second.get(parameter.name)
-        if found is None or tuple(found.shape) != parameter.shape:
+        second = state.second.get(parameter.name)
+        if second is None or tuple(second.shape) != parameter.shape:
             raise AttributionError(
                 f"the optimizer's state has no second moments for {parameter.name}",
-                found="no such parameter" if found is None else f"shape {tuple(found.shape)}",
+                code="attribute.missing_moments",
+                found="no such parameter" if second is None else f"shape {tuple(second.shape)}",
                 expected=f"shape {parameter.shape}",
-                fix="read the state with the captured model, or choose layers= that were trained",
+                fix="Read the state with the captured model, or pass layers= that were trained.",
             )
         parts.append(state.corrected(parameter.name).double().sqrt().flatten() + state.eps)
     return torch.cat(parts).float()

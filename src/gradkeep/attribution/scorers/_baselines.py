@@ -1,4 +1,4 @@
-"""Baselines that look at no gradient, and k-nearest-neighbor Shapley values."""
+"""Baselines that use no gradients, and k-nearest-neighbor Shapley values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomOptions:
-    """What `random` can be told."""
+    """Options of `random`."""
 
     seed: int = 0
 
@@ -41,9 +41,9 @@ def _prepare_random(at: CheckpointView, options: RandomOptions) -> Scorer:
 def _numbers(
     ids: np.ndarray[tuple[int], np.dtype[np.uint64]], seed: int, query: int
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Between -1 and 1, by the ids alone: other rows, orders or tiles change nothing."""
+    """Compute numbers from -1 to 1 that depend on the ids only, not on other rows, order or tiles."""
     key = _random.raw(2, "random scores", seed, query)
-    with np.errstate(over="ignore"):  # the finaliser of splitmix64, modulo 2^64
+    with np.errstate(over="ignore"):  # the finalizer of splitmix64, modulo 2^64
         mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key[0]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27)) ^ key[1]) * np.uint64(0x94D049BB133111EB)
@@ -57,7 +57,7 @@ RANDOM = Method(
     "nothing but the ids of both splits",
     "Q x N random numbers",
     exact=True,
-    reference="the baseline that says what chance looks like",
+    reference="the baseline of chance",
     prepare=_prepare_random,
     options=RandomOptions,
     whitened=True,
@@ -65,7 +65,7 @@ RANDOM = Method(
 
 
 def _prepare_loss(at: CheckpointView, options: NoOptions) -> Scorer:
-    # Rows that stay badly fitted are the ones with wrong labels: they harm, so the sign.
+    # Badly fitted rows tend to have wrong labels, which harm: hence the sign.
     scores = -column(at.train_block, "loss", method="loss").float().unsqueeze(0)
 
     def score(start: int, stop: int) -> Tensor:
@@ -89,10 +89,10 @@ LOSS = Method(
 
 def _prepare_label_match(at: CheckpointView, options: NoOptions) -> Scorer:
     train = column(at.train_block, "label", method="label-match")
-    asked = column(at.query_block, "label", method="label-match")[at.question.positions]
+    query_labels = column(at.query_block, "label", method="label-match")[at.question.positions]
 
     def score(start: int, stop: int) -> Tensor:
-        return (asked[start:stop, None] == train).float()
+        return (query_labels[start:stop, None] == train).float()
 
     return Scorer(score)
 
@@ -103,7 +103,7 @@ LABEL_MATCH = Method(
     "labels of both splits",
     "Q x N comparisons",
     exact=True,
-    reference="the baseline that knows nothing but labels",
+    reference="the baseline of labels alone",
     prepare=_prepare_label_match,
     whitened=True,
 )
@@ -111,20 +111,20 @@ LABEL_MATCH = Method(
 
 @dataclass(frozen=True, slots=True)
 class SimilarityOptions:
-    """What `similarity` can be told."""
+    """Options of `similarity`."""
 
     layer: str | None = None
-    """Whose embeddings; by default the last that both splits keep."""
+    """Layer of the embeddings; by default the last that both splits hold."""
 
 
 def _prepare_similarity(at: CheckpointView, options: SimilarityOptions) -> Scorer:
-    train, asked = (
+    train, queries = (
         functional.normalize(values, dim=1, eps=1e-30)
         for values in embeddings(at, options.layer, method="similarity")
     )
 
     def score(start: int, stop: int) -> Tensor:
-        return asked[start:stop] @ train.t()
+        return queries[start:stop] @ train.t()
 
     return Scorer(score)
 
@@ -144,33 +144,33 @@ SIMILARITY = Method(
 
 @dataclass(frozen=True, slots=True)
 class KnnShapleyOptions:
-    """What `knn-shapley` can be told."""
+    """Options of `knn-shapley`."""
 
     k: int = 5
-    """How many neighbours vote."""
+    """Number of neighbors that vote."""
     layer: str | None = None
-    """Whose embeddings; by default the last that both splits keep."""
+    """Layer of the embeddings; by default the last that both splits hold."""
 
 
 def _prepare_knn_shapley(at: CheckpointView, options: KnnShapleyOptions) -> Scorer:
     if options.k < 1:
-        raise AttributionError("at least one neighbour must vote", found=f"k={options.k}")
-    train, asked = embeddings(at, options.layer, method="knn-shapley")
+        raise AttributionError(f"k must be at least 1, got {options.k}", code="argument.invalid")
+    train, queries = embeddings(at, options.layer, method="knn-shapley")
     labels = column(at.train_block, "label", method="knn-shapley")
-    wanted = column(at.query_block, "label", method="knn-shapley")[at.question.positions]
+    query_labels = column(at.query_block, "label", method="knn-shapley")[at.question.positions]
 
     def score(start: int, stop: int) -> Tensor:
-        apart = torch.cdist(asked[start:stop].double(), train.double())
-        agree = (wanted[start:stop, None] == labels).double()
-        return shapley(apart, agree, k=options.k).float()
+        distances = torch.cdist(queries[start:stop].double(), train.double())
+        agreement = (query_labels[start:stop, None] == labels).double()
+        return shapley(distances, agreement, k=options.k).float()
 
     return Scorer(score)
 
 
-def shapley(apart: Tensor, agree: Tensor, *, k: int) -> Tensor:
-    """Values `[Q, N]` from distances and agreements a of labels `[Q, N]`; rows at one distance in order.
+def shapley(distances: Tensor, agreement: Tensor, *, k: int) -> Tensor:
+    """Compute Shapley values `[Q, N]` from distances and label agreements a `[Q, N]`; ties keep their order.
 
-    With rows by rising distance, i from 1 to N: s_N = a_N min(k, N) / (N k) and
+    With rows by increasing distance, i from 1 to N: s_N = a_N min(k, N) / (N k) and
     s_i = s_{i+1} + (a_i - a_{i+1}) / k * min(k, i) / i. Their sum is the share of the k nearest
     that agree. Cost: a sort.
 
@@ -178,10 +178,10 @@ def shapley(apart: Tensor, agree: Tensor, *, k: int) -> Tensor:
     >>> shapley(near, torch.tensor([[1.0, 0.0, 1.0]]), k=1)
     tensor([[ 0.8333, -0.1667,  0.3333]])
     """
-    count = apart.shape[1]
-    order = apart.argsort(dim=1, stable=True)
-    sorted_agree = agree.gather(1, order)
-    place = torch.arange(1, count + 1, dtype=agree.dtype)
+    count = distances.shape[1]
+    order = distances.argsort(dim=1, stable=True)
+    sorted_agree = agreement.gather(1, order)
+    place = torch.arange(1, count + 1, dtype=agreement.dtype)
     share = place.clamp(max=k) / place / k
     steps = (sorted_agree - sorted_agree.roll(-1, 1)) * share
     steps[:, -1] = sorted_agree[:, -1] * min(k, count) / (count * k)

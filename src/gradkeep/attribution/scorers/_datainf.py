@@ -1,4 +1,4 @@
-"""`datainf`: influence by the mean of inverses in place of the inverse of the mean."""
+"""`datainf`: influence with the mean of inverses instead of the inverse of the mean."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DataInfOptions:
-    """What `datainf` can be told."""
+    """Options of `datainf`."""
 
     damping: float | Literal["auto"] = 0.1
-    """Times the layer's mean squared gradient entry, which is its Fisher matrix' mean eigenvalue;
-    "auto": chosen by subset outcomes."""
+    """Damping relative to the layer's mean squared gradient entry, which is the mean eigenvalue of its Fisher
+    matrix; "auto": chosen by subset outcomes.
+    """
     absolute_damping: float | None = None
-    """The damping of all layers as it is, in place of the relative one."""
+    """Absolute damping of all layers, instead of the relative one."""
 
 
 def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
     damping = Damping.parse(options.damping, options.absolute_damping)
-    asked, train = at.queries(), at.train()
+    queries, train = at.queries(), at.train()
     squared = train.norms(per_layer=True).double().square()
     if not bool((squared > 0).any()):
         raise at.all_zero()
@@ -47,61 +48,63 @@ def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
     limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
 
     def scores(name: str, positions: list[int]) -> Tensor:
-        """(g_q . g_n - mean over m of (g_q . g_m)(g_m . g_n) / (damping + |g_m|^2)) / damping"""
+        """Compute (g_q . g_n - mean over m of (g_q . g_m)(g_m . g_n) / (damping + |g_m|^2)) / damping."""
         rows = only_layer(train, name)
         added = damping.of(float(lengths[name].mean()) / rows.size)
         if added <= 0:
             return torch.zeros(len(positions), len(train))
-        ids = asked.ids[positions]
-        found = query.dot(only_layer(asked, name), rows, ids=ids, memory_budget=budget).values
-        share = found / (len(train) * (added + lengths[name])).float()
-        way = _by_sums if _sums_cost_less(rows, name, len(positions)) else _by_kernel
-        way(rows, name, share, found, limit=limit // 8, memory_budget=budget)
-        return found / added
+        ids = queries.ids[positions]
+        products = query.dot(only_layer(queries, name), rows, ids=ids, memory_budget=budget).values
+        share = products / (len(train) * (added + lengths[name])).float()
+        subtract = _subtract_by_sums
+        if not _sums_cost_less(rows, name, len(positions)):
+            subtract = _subtract_by_kernel
+        subtract(rows, name, share, products, limit=limit // 8, memory_budget=budget)
+        return products / added
 
-    return layer_by_layer(at, scores, "the inverse of a mean is taken as the mean of inverses")
+    return layer_by_layer(at, scores, "the inverse of a mean is replaced by the mean of inverses")
 
 
-def _by_kernel(
+def _subtract_by_kernel(
     rows: Gradients,
     name: str,
     share: Tensor,
-    found: Tensor,
+    scores: Tensor,
     *,
     limit: int,
     memory_budget: float | str | None,
 ) -> None:
-    """Takes share `[b, N]` x the products of all rows off `found`, some rows at a time."""
+    """Subtract share `[b, N]` x the products of all rows from the scores, some rows at a time."""
     del name
     step = max(1, limit // (4 * len(rows)))
     for start in range(0, len(rows), step):
         some = rows.ids[start : start + step]
         kernel = query.dot(rows, rows, ids=some, memory_budget=memory_budget).values
-        found[:, start : start + step] -= share @ kernel.t()
+        scores[:, start : start + step] -= share @ kernel.t()
 
 
-def _by_sums(
+def _subtract_by_sums(
     rows: Gradients,
     name: str,
     share: Tensor,
-    found: Tensor,
+    scores: Tensor,
     *,
     limit: int,
     memory_budget: float | str | None,
 ) -> None:
-    """The same by sums of gradients, some queries at a time."""
+    """Subtract the same by sums of gradients, some queries at a time."""
     step = max(1, limit // (16 * rows.size + 4 * len(rows)))
     for start in range(0, len(share), step):
         some = share[start : start + step]
         summed = weighted(rows, name, some, memory_budget).float()
         directions = Directions(tuple(range(len(some))), {name: summed}, rows.forms, rows.weights)
-        found[start : start + step] -= query.along(rows, directions, memory_budget=memory_budget)
+        scores[start : start + step] -= query.along(rows, directions, memory_budget=memory_budget)
 
 
 def _sums_cost_less(rows: Gradients, name: str, queries: int) -> bool:
-    """Whether two products of all rows with every query take fewer operations than all pairs of rows.
+    """Return True if two products of all rows with every query cost less than all pairs of rows.
 
-    Those of pairs are few where rows have one position: of both sides, R + C, in place of R C.
+    Pairs are cheap if rows have one position: R + C operations instead of R C.
     """
     form, size = rows.forms[name], rows.size
     pair = size

@@ -41,15 +41,15 @@ def _prepare_cos(at: CheckpointView, options: NoOptions) -> Scorer:
 
 
 def cosines(at: CheckpointView) -> Scorer:
-    """Cosines `[b, N]` of the gradients of losses, or of their coordinates."""
+    """Build a scorer of cosines `[b, N]` of loss gradients, or of their coordinates."""
     question = at.question
-    asked, train = at.queries(), at.train()
+    queries, train = at.queries(), at.train()
 
     def score(start: int, stop: int) -> Tensor:
         return query.cosine(
-            asked,
+            queries,
             train,
-            ids=asked.ids[question.positions[start:stop]],
+            ids=queries.ids[question.positions[start:stop]],
             compute=question.compute,
             memory_budget=question.memory_budget,
         ).values
@@ -71,24 +71,26 @@ COS = Method(
 
 @dataclass(frozen=True, slots=True)
 class TracinOptions:
-    """What `tracin` can be told."""
+    """Options of `tracin`."""
 
     lrs: Sequence[float] | None = None
-    """One learning rate per checkpoint; by default those it was captured with."""
+    """One learning rate per checkpoint; by default those of the captures."""
 
 
 def _prepare_tracin(at: CheckpointView, options: TracinOptions) -> Scorer:
     checkpoints = at.question.checkpoints
     if options.lrs is not None and len(options.lrs) != len(checkpoints):
         raise AttributionError(
-            "one learning rate per checkpoint is needed",
-            found=f"{len(options.lrs)} for {len(checkpoints)} checkpoints",
+            "tracin needs one learning rate per checkpoint",
+            code="attribute.wrong_lrs",
+            found=f"{len(options.lrs)} learning rates for {len(checkpoints)} checkpoints",
         )
     lr = at.place.lr if options.lrs is None else options.lrs[checkpoints.index(at.place)]
     if lr is None:
         raise AttributionError(
             f"tracin needs the learning rate at checkpoint {str(at.place)!r}",
-            fix="pass lrs=, or capture with gk.Weights(source, lr=...)",
+            code="attribute.no_lr",
+            fix="Pass lrs=, or capture with gk.Weights(source, lr=...).",
         )
     return products(at, "loss", weight=float(lr))
 
@@ -135,26 +137,26 @@ SELF = Method(
 
 
 def products(at: CheckpointView, of: GradientOf, *, weight: float = 1.0) -> Scorer:
-    """Products `[b, N]` of the gradients of losses or outputs, or `[L, b, N]` layer by layer."""
+    """Build a scorer of products `[b, N]` of gradients, or `[L, b, N]` per layer."""
     question = at.question
-    asked, train = at.queries(of), at.train(of)
+    queries, train = at.queries(of), at.train(of)
 
     plans: list[QueryPlan] = []
 
     def score(start: int, stop: int) -> Tensor:
-        found = query.dot(
-            asked,
+        result = query.dot(
+            queries,
             train,
             weights=[weight],
-            ids=asked.ids[question.positions[start:stop]],
+            ids=queries.ids[question.positions[start:stop]],
             compute=question.compute,
             memory_budget=question.memory_budget,
             per_layer=question.per_layer,
         )
-        plans[:] = [found.plan]
+        plans[:] = [result.plan]
         if not question.per_layer:
-            return found.values
-        assert found.per_layer is not None
-        return found.per_layer
+            return result.values
+        assert result.per_layer is not None
+        return result.per_layer
 
     return Scorer(score, plan=lambda: plans[0] if plans else None)

@@ -1,4 +1,4 @@
-"""`influence` and `arnoldi`: inverse curvature by conjugate gradients, or by leading eigenvectors."""
+"""`influence` and `arnoldi`: inverse curvature by conjugate gradients, or by the top eigenvectors."""
 
 from __future__ import annotations
 
@@ -42,47 +42,48 @@ CurvatureKind = Literal["hessian", "ggn", "fisher"]
 
 @dataclass(frozen=True, slots=True)
 class CurvatureOptions:
-    """Which curvature, of what, and what is added to it: what its methods can all be told."""
+    """Options of all methods with a curvature matrix."""
 
     curvature: CurvatureKind = "ggn"
-    """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
-    empirical Fisher matrix."""
+    """Hessian or Gauss-Newton matrix of the mean loss, or the empirical Fisher matrix, which needs the store
+    only.
+    """
     model: nn.Module | None = None
-    """With the weights of the checkpoint; not for the Fisher matrix."""
+    """Model with the weights of the checkpoint; not for the Fisher matrix."""
     data: Iterable[Any] | None = None
-    """The training batches; not for the Fisher matrix."""
+    """Training batches; not for the Fisher matrix."""
     task: Task | None = None
-    """By default `gk.Classification()`."""
+    """Loss; by default `gk.Classification()`."""
     damping: float = 0.3
-    """Times the mean eigenvalue of the empirical Fisher matrix."""
+    """Damping relative to the mean eigenvalue of the empirical Fisher matrix."""
     absolute_damping: float | None = None
-    """As it is, in place of the relative damping."""
+    """Absolute damping, instead of the relative one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CurvatureProblem:
-    """A curvature and what is added to it."""
+    """A curvature matrix A and its damping."""
 
     space: GradientSpace
     product: Callable[[Tensor], Tensor]
-    """A v for vectors `[K, P]`, float64."""
+    """Function that computes A v for vectors `[K, P]`, float64."""
     damping: float
 
     def damped(self, vectors: Tensor) -> Tensor:
-        """(A + damping) v"""
+        """Compute (A + damping) v."""
         return self.product(vectors) + self.damping * vectors
 
 
-def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
-    """That of the mean loss in the parameters of the chosen layers, at one checkpoint.
+def curvature(at: CheckpointView, options: CurvatureOptions) -> CurvatureProblem:
+    """Build the curvature of the mean loss in the parameters of the chosen layers.
 
-    A relative damping is times the mean eigenvalue of the empirical Fisher matrix, which the kept
-    norms tell.
+    A relative damping is relative to the mean eigenvalue of the empirical Fisher matrix, which follows from
+    the captured norms.
     """
-    kind, model, data = told.curvature, told.model, told.data
+    kind, model, data = options.curvature, options.model, options.data
     train = at.train()
     space = GradientSpace.of(train)
-    damping = Damping(told.damping, told.absolute_damping)
+    damping = Damping(options.damping, options.absolute_damping)
     added = damping.of(float(train.norms().double().square().mean()) / max(1, space.size))
     if not added > 0:
         raise at.all_zero()
@@ -94,18 +95,23 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
 
         return CurvatureProblem(space, product, added)
     if kind not in ("hessian", "ggn"):
-        raise AttributionError(f"no curvature {kind!r}", expected="'hessian', 'ggn' or 'fisher'")
+        raise AttributionError(
+            f"there is no curvature {kind!r}",
+            code="attribute.unknown_curvature",
+            expected="'hessian', 'ggn' or 'fisher'",
+        )
     if model is None or data is None:
         raise AttributionError(
-            f"curvature={kind!r} runs the model again",
+            f"curvature={kind!r} needs the model and the training data",
+            code="attribute.no_model",
             found="no model" if model is None else "no data",
-            fix="pass model= with the checkpoint's weights and data= with the training batches, "
-            "or curvature='fisher'",
+            fix="Pass model= with the checkpoint's weights and data= with the training batches, "
+            "or curvature='fisher'.",
         )
     from gradkeep.capturing.tasks._tasks import Classification
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
-    replayed = ReplayedGaussNewton(space, model, data, told.task or Classification(), mode)
+    replayed = ReplayedCurvature(space, model, data, options.task or Classification(), mode)
     return CurvatureProblem(
         space, replayed.hessian if kind == "hessian" else replayed.gauss_newton, added
     )
@@ -114,91 +120,94 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
 def fisher_product(
     space: GradientSpace, train: Gradients, vectors: Tensor, *, memory_budget: float | str | None
 ) -> Tensor:
-    """F v = mean over rows of g (g . v), for vectors `[K, P]`; two passes over the rows."""
+    """Compute F v = mean over rows of g (g . v) for vectors `[K, P]`; two passes over the rows."""
     directions = space.directions(vectors)
     shares = query.along(train, directions, memory_budget=memory_budget) / len(train)
-    found = [weighted(train, name, shares, memory_budget) for name in train.forms]
-    return torch.cat(found, 1)
+    parts = [weighted(train, name, shares, memory_budget) for name in train.forms]
+    return torch.cat(parts, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSpace:
-    """Vectors `[P]`: the layers one after the other, each layer's parameters in order."""
+    """Vectors `[P]`: the layers in order, each layer's parameters in order."""
 
     forms: Mapping[str, AnyForm]
     weights: str
-    """The fingerprint of the model's weights."""
+    """Fingerprint of the model's weights."""
 
     @classmethod
     def of(cls, gradients: Gradients) -> GradientSpace:
-        """That of a capture's gradients, if they are kept unprojected."""
+        """Build the space of a capture's gradients, which must not be projected."""
         for name, form in gradients.forms.items():
             if form.restored_parameters != form.parameters:
                 raise AttributionError(
-                    f"layer {name} is kept as a sketch, which has no curvature of its own",
-                    fix="capture it dense or as factors",
+                    f"layer {name} was captured as a projection, which has no curvature",
+                    code="attribute.projected_layer",
+                    fix="Capture it dense or as factors.",
                 )
         return cls(gradients.forms, gradients.weights)
 
     @property
     def size(self) -> int:
-        """P"""
+        """Number P of parameters."""
         return sum(form.gradient_size for form in self.forms.values())
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Those of all layers, in order."""
+        """Parameters of all layers in order."""
         return [parameter for form in self.forms.values() for parameter in form.parameters]
 
     def rows(self, gradients: Gradients, positions: list[int]) -> Tensor:
-        """The gradients `[B, P]` of some rows, float64."""
+        """Return the gradients `[B, P]` of some rows, float64."""
         return torch.cat([dense_rows(gradients, n, positions).double() for n in self.forms], 1)
 
     def directions(self, vectors: Tensor) -> Directions:
-        """Vectors `[K, P]` layer by layer, float32."""
+        """Split vectors `[K, P]` by layer, float32."""
         sizes = [form.gradient_size for form in self.forms.values()]
         parts = [part.float() for part in torch.split(vectors, sizes, 1)]
         named = dict(zip(self.forms, parts, strict=True))
         return Directions(tuple(range(len(vectors))), named, self.forms, self.weights)
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """A vector `[P]` as the parameters' shapes."""
+        """Split a vector `[P]` into the parameters' shapes."""
         parts = torch.split(vector, [parameter.size for parameter in self.parameters])
         shapes = [parameter.shape for parameter in self.parameters]
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class ReplayedGaussNewton:
-    """A model, its data and its task: the mean loss whose second derivatives are asked for."""
+class ReplayedCurvature:
+    """Second derivatives of the mean loss of a model on its data."""
 
     def __init__(
         self, space: GradientSpace, model: nn.Module, data: Iterable[Any], task: Task, mode: Mode
     ) -> None:
         self.space, self.model, self.data, self.task, self.mode = space, model, data, task, mode
         with in_mode(model, mode):
-            given = fingerprint_weights(model)
-        if given != space.weights:
+            weights_fingerprint = fingerprint_weights(model)
+        if weights_fingerprint != space.weights:
             raise AttributionError(
-                "the model has other weights than the checkpoint that was captured",
-                found=f"weights {given[:12]}",
+                "the model has other weights than the captured checkpoint",
+                code="attribute.other_weights",
+                found=f"weights {weights_fingerprint[:12]}",
                 expected=f"weights {space.weights[:12]}",
-                fix="load that checkpoint into the model first",
+                fix="Load that checkpoint into the model first.",
             )
         if iter(data) is iter(data):
             raise AttributionError(
-                "the data can be gone through only once, and is needed for every product",
+                "the data can be iterated only once, but every product needs it",
+                code="attribute.iterator",
                 found=type(data).__name__,
-                fix="pass a list of batches or a DataLoader that does not shuffle or augment",
+                fix="Pass a list of batches or a DataLoader that does not shuffle or augment.",
             )
         named = dict(model.named_parameters(remove_duplicate=False))
         self.weights = [named[parameter.name] for parameter in space.parameters]
 
     def hessian(self, vectors: Tensor) -> Tensor:
-        """H v of the mean loss, for vectors `[K, P]`: K + 1 backward passes over the data."""
+        """Compute H v of the mean loss for vectors `[K, P]`: K + 1 backward passes over the data."""
         return self._mean(vectors, self._hessian)
 
     def gauss_newton(self, vectors: Tensor) -> Tensor:
-        """J^T H_z J v, with H_z the Hessian of the loss in the model's answer z, for `[K, P]`."""
+        """Compute J^T H_z J v for `[K, P]`, with H_z the Hessian of the loss in the model's output z."""
         return self._mean(vectors, self._gauss_newton)
 
     def _mean(self, vectors: Tensor, product: Any) -> Tensor:
@@ -208,7 +217,9 @@ class ReplayedGaussNewton:
             for batch in self.data:
                 rows += product(to_device(batch, device), vectors, total)
         if not rows:
-            raise AttributionError("the data holds no batch", fix="pass data= with batches")
+            raise AttributionError(
+                "the data holds no batch", code="attribute.no_data", fix="Pass data= with batches."
+            )
         return total / rows
 
     def _hessian(self, batch: Any, vectors: Tensor, total: Tensor) -> int:
@@ -223,13 +234,13 @@ class ReplayedGaussNewton:
         return len(losses)
 
     def _gauss_newton(self, batch: Any, vectors: Tensor, total: Tensor) -> int:
-        watched = _WatchedModel(self.model)
-        self.task.losses(watched, batch)
-        leaves, shape = tree_flatten(watched.answer)
+        recording = _RecordingModel(self.model)
+        self.task.losses(recording, batch)
+        leaves, shape = tree_flatten(recording.output)
         answers = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         ends = {id(t): t.detach().requires_grad_() for t in answers}
-        stand_in = _Answers(tree_unflatten([ends.get(id(t), t) for t in leaves], shape))
-        losses = self.task.losses(stand_in, batch)
+        constant = _ConstantModel(tree_unflatten([ends.get(id(t), t) for t in leaves], shape))
+        losses = self.task.losses(constant, batch)
         outputs = list(ends.values())
         slopes = torch.autograd.grad(
             losses.sum(), outputs, create_graph=True, materialize_grads=True
@@ -265,32 +276,32 @@ class ReplayedGaussNewton:
         return torch.cat([part.detach().double().cpu().flatten() for part in parts])
 
 
-class _WatchedModel(nn.Module):
-    """A model that keeps what it answers."""
+class _RecordingModel(nn.Module):
+    """Model that records its output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.answer: Any = None
+        self.output: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.answer = self.model(*args, **kwargs)
-        return self.answer
+        self.output = self.model(*args, **kwargs)
+        return self.output
 
 
-class _Answers(nn.Module):
-    """Stands in for a model: gives the same answer to everything."""
+class _ConstantModel(nn.Module):
+    """Model that returns a fixed output."""
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, output: Any) -> None:
         super().__init__()
-        self.answer = answer
+        self.output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer
+        return self.output
 
 
 def _gradients(value: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Those of a value that may not depend on the weights at all: then zero."""
+    """Return the gradients of a value, zero if it does not depend on the weights."""
     if not value.requires_grad:
         return tuple(torch.zeros_like(weight) for weight in weights)
     return torch.autograd.grad(value, weights, retain_graph=True, materialize_grads=True)
@@ -298,27 +309,28 @@ def _gradients(value: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class InfluenceOptions(CurvatureOptions):
-    """What `influence` can be told."""
+    """Options of `influence`."""
 
     tolerance: float = 1e-4
-    """The relative residual that each query is solved to."""
+    """Relative residual of the solution of each query."""
     max_steps: int = 1000
-    """Of conjugate gradients; an error if they are not enough."""
+    """Most steps of conjugate gradients; more are an error."""
 
 
 def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
     if not 0 < options.tolerance < 1 or options.max_steps < 1:
         raise AttributionError(
-            "conjugate gradients need a tolerance between 0 and 1, and some steps",
+            "tolerance must be between 0 and 1, and max_steps at least 1",
+            code="argument.invalid",
             found=f"tolerance={options.tolerance}, max_steps={options.max_steps}",
         )
     curved = curvature(at, options)
-    question, asked, train = at.question, at.queries(), at.train()
+    question, queries, train = at.question, at.queries(), at.train()
     budget = question.memory_budget
     limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
     if options.curvature == "fisher" and not question.per_layer:
         return _by_kernel(at, curved.damping, options.tolerance)
-    # Vectors of float64 that a query has while it is solved.
+    # Each query needs 10 float64 vectors while it is solved.
     step = max(1, limit // 4 // (8 * 10 * curved.space.size + 4 * len(train)))
 
     def layer(name: str, directions: Directions) -> Tensor:
@@ -333,7 +345,7 @@ def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
     def some(positions: list[int]) -> Tensor:
         solved = conjugate_gradients(
             curved.damped,
-            curved.space.rows(asked, positions),
+            curved.space.rows(queries, positions),
             tolerance=options.tolerance,
             max_steps=options.max_steps,
         )
@@ -351,7 +363,7 @@ def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
 
 
 def _by_kernel(at: CheckpointView, damping: float, tolerance: float) -> Scorer:
-    """With F = G^T G / N, g_q (F + damping)^-1 G^T = g_q G^T (G G^T / N + damping)^-1: a kernel."""
+    """Solve in row space: with F = G^T G / N, g_q (F + damping)^-1 G^T = g_q G^T (G G^T / N + damping)^-1."""
     train, question = at.train(), at.question
     kernel = WeightedKernel(
         train,
@@ -380,22 +392,23 @@ INFLUENCE = Method(
 
 @dataclass(frozen=True, slots=True)
 class ArnoldiOptions(CurvatureOptions):
-    """What `arnoldi` can be told."""
+    """Options of `arnoldi`."""
 
     rank: int = 50
-    """How many eigenvectors are kept, those with the largest eigenvalues."""
+    """Number of eigenvectors, those with the largest eigenvalues."""
     iterations: int = 100
-    """Products with the curvature, from which the eigenvectors are found."""
+    """Number of products with the curvature from which the eigenvectors are computed."""
     seed: int = 0
-    """Of the first vector."""
+    """Seed of the first vector."""
 
 
 def _prepare_arnoldi(at: CheckpointView, options: ArnoldiOptions) -> Scorer:
     if not 1 <= options.rank <= options.iterations:
         raise AttributionError(
-            "arnoldi needs a rank of at least 1 and no fewer iterations",
+            "rank must be at least 1 and at most iterations",
+            code="argument.invalid",
             found=f"rank={options.rank}, iterations={options.iterations}",
-            fix="twice as many iterations as eigenvectors are usual",
+            fix="Pass about twice as many iterations as the rank.",
         )
     curved = curvature(at, options)
     question, size = at.question, curved.space.size
@@ -403,29 +416,30 @@ def _prepare_arnoldi(at: CheckpointView, options: ArnoldiOptions) -> Scorer:
     if question.memory_budget is not None and need > parse_bytes(question.memory_budget):
         raise BudgetError(
             f"{options.iterations} vectors of {size} numbers do not fit in the memory budget",
+            code="budget.vectors",
             found=str(question.memory_budget),
             expected=f"at least {format_bytes(need)}",
-            fix="pass fewer iterations=, fewer layers=, or a larger memory_budget=",
+            fix="Pass fewer iterations=, fewer layers=, or a larger memory_budget=.",
         )
     start = _random.normals(size, "arnoldi", options.seed).double()
-    found = lanczos(
+    eigen = lanczos(
         lambda v: curved.product(v.unsqueeze(0))[0],
         start,
         iterations=options.iterations,
         rank=options.rank,
     )
-    directions = curved.space.directions(found.vectors)
-    train, asked = (
+    directions = curved.space.directions(eigen.vectors)
+    train, queries = (
         query.along(side, directions, memory_budget=question.memory_budget).double()
         for side in (at.train(), at.queries())
     )
-    weighed = train / (found.values + curved.damping).unsqueeze(1)
-    chosen = asked[:, question.positions]
+    weighed = train / (eigen.values + curved.damping).unsqueeze(1)
+    chosen = queries[:, question.positions]
 
     def score(begin: int, stop: int) -> Tensor:
         return (chosen[:, begin:stop].t() @ weighed).float()
 
-    return Scorer(score, approximate=f"the {len(found.values)} directions of most curvature")
+    return Scorer(score, approximate=f"the {len(eigen.values)} directions of most curvature")
 
 
 ARNOLDI = Method(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import AttributionQuestion, CheckpointView
-    from gradkeep.attribution._row_features import KeptRows
+    from gradkeep.attribution._row_features import RowStorage
     from gradkeep.query import Gradients
     from gradkeep.query._gradients import GradientOf
     from gradkeep.store import Block
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 KernelWeight = Literal["q", "q(1-q)", "none"]
 ScoreTarget = Literal["loss", "output"]
-"""What a score is about: the query's loss (positive lowers it) or its output (positive raises it)."""
+"""Score the query's loss (positive lowers it) or its output (positive raises it)."""
 WEIGHTS: tuple[KernelWeight, ...] = ("q", "q(1-q)", "none")
 LEAST = 1e-12
-"""Weights are no smaller: a row that the model is sure of still has a place in the kernel."""
+"""Smallest weight: rows with a confident prediction stay in the kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossSlopes:
-    """Per training row: what its loss does along its output."""
+    """Derivatives of the losses of training rows with respect to their outputs."""
 
     of: GradientOf
-    """Whose gradients the kernel is made of."""
+    """Gradients that the kernel is built of."""
     pull: Tensor
-    """`[N]`: -d loss / d output, the mean over checkpoints; 1 where losses are all there is"""
+    """`[N]`: -d loss / d output, the mean over checkpoints; 1 if only losses were captured"""
     weight: Tensor
-    """`[N]`: the weight of the row in the curvature"""
+    """`[N]`: weight of the row in the curvature"""
     query_pull: Tensor
-    """`[Q]`: what turns a score of the query's output into one of its loss"""
+    """`[Q]`: factor from a score of the query's output to one of its loss"""
 
     def about_queries(self, scores: Tensor, start: int, stop: int) -> Tensor:
-        """Scores `[..., stop - start, N]` of outputs as scores of the target."""
+        """Convert scores `[..., stop - start, N]` of outputs to scores of the target."""
         return scores * self.query_pull[start:stop, None]
 
 
@@ -64,56 +64,62 @@ def loss_slopes(
     q: Any = None,
     target: ScoreTarget = "loss",
 ) -> LossSlopes:
-    """The pulls and weights of the training rows, from what was kept of them.
+    """Compute the pulls and weights of the training rows from captured values.
 
-    Where loss = log(1 + exp(-output)), q = 1 - p is the pull, and the weight is what was asked
-    for. Of other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
-    Where only losses were kept, their gradients make the kernel, and both are 1. `q [N]` may be
-    given, for example the mean over models that did not see the row.
+    If loss = log(1 + exp(-output)), q = 1 - p is the pull, and the weight is as requested. For other losses
+    of one output, such as squared errors, the weight is 1 (Gauss-Newton). If only losses were captured, their
+    gradients make the kernel, and both are 1. `q [N]` can be passed, for example the mean over models that
+    did not see the row.
 
-    A score says what a row does to the query's output. Multiplied by -d loss / d output of the
-    query, the mean over checkpoints, it says what the row does to the query's loss. Margins are
-    left as they are: raising one always lowers its loss. `target="output"` leaves every output so.
+    A score estimates the effect of a row on the query's output. Multiplied by -d loss / d output of the query,
+    the mean over checkpoints, it estimates the effect on the query's loss. Scores of margins are not
+    multiplied: raising a margin always lowers its loss. `target="output"` multiplies none.
     """
     if weight not in WEIGHTS:
-        raise AttributionError(f"weight {weight!r}", expected=" or ".join(map(repr, WEIGHTS)))
+        raise AttributionError(
+            f"there is no weight {weight!r}",
+            code="attribute.unknown_weight",
+            expected=" or ".join(map(repr, WEIGHTS)),
+        )
     places = question.at()
     rows = len(places[0].train_block)
-    as_is = torch.ones(len(question.positions))
+    query_pull = torch.ones(len(question.positions))
     if not all(at.has_outputs() for at in places):
-        _refuse(q)
+        _require_no_q(q)
         if target == "output":
             raise AttributionError(
-                "scores of outputs need captured outputs: these captures keep losses only",
-                fix="leave target out",
+                "scores of outputs need captured outputs, but the captures hold only losses",
+                code="attribute.no_outputs",
+                fix="Omit target.",
             )
-        return LossSlopes("loss", torch.ones(rows), torch.ones(rows), as_is)
+        return LossSlopes("loss", torch.ones(rows), torch.ones(rows), query_pull)
     if not all(_is_margin(at.train_block) for at in places):
-        _refuse(q)
+        _require_no_q(q)
         mean = _mean([-column(at.train_block, "slope", method="kernel") for at in places])
         if target == "loss":
             pulls = [-column(at.query_block, "slope", method="kernel") for at in places]
-            as_is = _mean(pulls)[torch.from_numpy(question.positions)]
-        return LossSlopes("output", mean, torch.ones(rows), as_is)
+            query_pull = _mean(pulls)[torch.from_numpy(question.positions)]
+        return LossSlopes("output", mean, torch.ones(rows), query_pull)
     # Probabilities are averaged, not their logarithms.
     pooled = (
         _mean([-column(at.train_block, "slope", method="kernel") for at in places])
         if q is None
-        else _given(q)
+        else _validate_q(q)
     )
     if pooled.shape != (rows,):
         raise AttributionError(
             "q needs one value per training row",
+            code="attribute.wrong_q",
             found=f"shape {list(pooled.shape)}",
             expected=f"[{rows}]",
         )
     by = {"q": pooled, "q(1-q)": pooled * (1 - pooled), "none": torch.ones(rows)}[weight]
-    return LossSlopes("output", pooled, by.clamp(min=LEAST), as_is)
+    return LossSlopes("output", pooled, by.clamp(min=LEAST), query_pull)
 
 
 def _is_margin(block: Block) -> bool:
-    """Tell whether the loss is that of a margin: log(1 + exp(-output))."""
-    if "output" not in block.names:  # imported from TRAK, which keeps only the slopes
+    """Return True if the loss is that of a margin: log(1 + exp(-output))."""
+    if "output" not in block.names:  # imported from TRAK, which stores only the slopes
         slopes = column(block, "slope", method="kernel")
         return bool(((slopes >= -1) & (slopes <= 0)).all())
     outputs = column(block, "output", method="kernel").double()
@@ -127,18 +133,19 @@ def _mean(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).double().mean(0).float()
 
 
-def _given(q: Any) -> Tensor:
-    found = torch.as_tensor(np.asarray(q), dtype=torch.float32)
-    if not bool(((found >= 0) & (found <= 1)).all()):
-        raise AttributionError("q must lie between 0 and 1: it is 1 - p")
-    return found
+def _validate_q(q: Any) -> Tensor:
+    values = torch.as_tensor(np.asarray(q), dtype=torch.float32)
+    if not bool(((values >= 0) & (values <= 1)).all()):
+        raise AttributionError("q must be between 0 and 1: it is 1 - p", code="attribute.wrong_q")
+    return values
 
 
-def _refuse(q: Any) -> None:
+def _require_no_q(q: Any) -> None:
     if q is not None:
         raise AttributionError(
-            "q is about margins, which these captures do not keep",
-            fix="capture with gk.Classification(), or leave q out",
+            "q needs margins, which these captures do not hold",
+            code="attribute.q_without_margins",
+            fix="Capture with gk.Classification(), or omit q.",
         )
 
 
@@ -149,14 +156,14 @@ def solved_scores(
     *,
     of: GradientOf,
     tolerance: float,
-    wish: KernelMethod | None = None,
+    solver_name: KernelMethod | None = None,
 ) -> Scorer:
-    """pull / s * M^-1 (s k) of the products k of each query with all rows; M and s are the kernel's."""
+    """Score by pull / s * M^-1 (s k), for the products k of each query with all rows; M and s are the kernel's."""
     question = at.question
-    asked = products(at, of)
+    query_products = products(at, of)
     parts = len(kernel.train.forms) if question.per_layer else 1
     solver = kernel_solver(
-        kernel, parts * len(question.positions), tolerance=tolerance, method=wish
+        kernel, parts * len(question.positions), tolerance=tolerance, method=solver_name
     )
     if isinstance(solver, ParameterSolver):
         return _by_parameters(at, solver, pull, of)
@@ -164,25 +171,25 @@ def solved_scores(
     after = pull / s
 
     def score(start: int, stop: int) -> Tensor:
-        right = asked.score(start, stop)
+        right = query_products.score(start, stop)
         shape = right.shape
         right = right.mul_(s).reshape(-1, len(s)).t().contiguous()
         return (solver.solved(right).t() * after).reshape(shape)
 
-    return Scorer(score, plan=asked.plan, solution=solver.solution)
+    return Scorer(score, plan=query_products.plan, solution=solver.solution)
 
 
 def _by_parameters(
     at: CheckpointView, solver: ParameterSolver, pull: Tensor, of: GradientOf
 ) -> Scorer:
-    question, asked = at.question, at.queries(of)
+    question, queries = at.question, at.queries(of)
 
     def score(start: int, stop: int) -> Tensor:
         positions = question.positions[start:stop].tolist()
-        parts = [dense_rows(asked, name, positions).float() for name in asked.forms]
+        parts = [dense_rows(queries, name, positions).float() for name in queries.forms]
         if not question.per_layer:
             return solver.along_rows(torch.cat(parts, 1)).mul_(pull)
-        # A layer alone is a gradient that is zero elsewhere.
+        # A single layer is a gradient that is zero elsewhere.
         alone = [
             [part if here == only else torch.zeros_like(part) for here, part in enumerate(parts)]
             for only in range(len(parts))
@@ -193,28 +200,30 @@ def _by_parameters(
 
 
 _ROWS, _QUERIES = 1000, 16
-"""Training rows and queries that are solved both ways."""
+"""Training rows and queries on which exact and projected scores are compared."""
 
 
 def sketch_agreement(
-    at: CheckpointView, found: LossSlopes, x: KeptRows, g: Tensor, damping: float
+    at: CheckpointView, slopes: LossSlopes, x: RowStorage, g: Tensor, damping: float
 ) -> str:
-    """The mean rank correlation of both ways on some rows and queries, in words.
+    """Describe the mean rank correlation of exact and projected scores on some rows and queries.
 
-    The damping of some rows is a share of that of all, so that as many directions count as among
-    all rows.
+    The damping is scaled to the number of rows, so that as many directions count as among all rows.
     """
-    train, asked, question = at.train(found.of), at.queries(found.of), at.question
+    train, query_gradients, question = at.train(slopes.of), at.queries(slopes.of), at.question
     draws = torch.Generator().manual_seed(0)
     rows = torch.randperm(len(train), generator=draws)[:_ROWS].sort().values
     places = torch.randperm(len(g), generator=draws)[:_QUERIES].sort().values
     queries = question.positions[places.numpy()].tolist()
     share = damping * len(rows) / len(train)
-    weight, pull = found.weight[rows], found.pull[rows]
+    weight, pull = slopes.weight[rows], slopes.pull[rows]
     some = x.read(rows.numpy())
     scores = []
     for kernel, pairs in (
-        (_products(train, train, rows.tolist(), rows), _products(asked, train, queries, rows)),
+        (
+            _products(train, train, rows.tolist(), rows),
+            _products(query_gradients, train, queries, rows),
+        ),
         (some @ some.T, g[places] @ some.T),
     ):
         solve = dual(kernel, weight=weight, pull=pull, damping=share)
@@ -237,82 +246,84 @@ def _products(queries: Gradients, train: Gradients, positions: list[int], rows: 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """What `kernel` can be told."""
+    """Options of `kernel`."""
 
     damping: float | Literal["auto"] = 1.0
-    """Times the mean diagonal of the weighted kernel; "auto": chosen by subset outcomes."""
+    """Damping relative to the mean diagonal of the weighted kernel; "auto": chosen by subset outcomes."""
     weight: KernelWeight = "q"
-    """What rows weigh in the curvature."""
+    """Weight of rows in the curvature."""
     q: Any = None
     """1 - p of every training row `[N]`; by default the mean over the checkpoints."""
     solver: KernelMethod | Literal["auto"] = "auto"
-    """"cholesky" of the kernel, "parameters" for that among the parameters, "cg" for block conjugate
-    gradients on factors; "auto": the fastest that fits into the memory budget. All are exact."""
+    """"cholesky" of the kernel, "parameters" for the dual problem in the parameters, "cg" for block conjugate
+    gradients on factors; "auto": the fastest that fits into the memory budget. All are exact.
+    """
     tolerance: float = 1e-4
-    """The relative residual that conjugate gradients stop at."""
+    """Relative residual at which conjugate gradients stop."""
     dim: int | None = None
-    """Use projections to so many numbers, which is not exact; None or 0: no projection."""
+    """Dimension of projected gradients, which is not exact; None or 0: no projection."""
     seed: int = 0
-    """Of the projection."""
+    """Seed of the projection."""
     target: ScoreTarget = "loss"
-    """Score the query's loss (positive lowers it), or on request its output (positive raises it)."""
+    """Score the query's loss (positive lowers it) or its output (positive raises it)."""
 
 
 def _pool_kernel(question: AttributionQuestion, options: KernelOptions) -> LossSlopes:
     if options.solver not in ("auto", *KERNEL_METHODS):
         raise AttributionError(
-            f"no solver {options.solver!r}",
+            f"there is no solver {options.solver!r}",
+            code="attribute.unknown_solver",
             expected=", ".join(map(repr, ("auto", *KERNEL_METHODS))),
         )
     if not 0 < options.tolerance < 1:
         raise AttributionError(
-            "conjugate gradients need a tolerance between 0 and 1", found=options.tolerance
+            f"tolerance must be between 0 and 1, got {options.tolerance}", code="argument.invalid"
         )
     if options.dim is not None and options.dim < 0:
         raise AttributionError(
-            "projections have some numbers", found=f"dim={options.dim}", fix="leave dim out"
+            f"dim must be at least 0, got {options.dim}", code="argument.invalid", fix="Omit dim."
         )
     return loss_slopes(question, options.weight, q=options.q, target=options.target)
 
 
 def _prepare_kernel(at: CheckpointView, options: KernelOptions) -> Scorer:
-    found: LossSlopes = at.pooled
-    return _projected(at, options, found) if options.dim else _exact(at, options, found)
+    slopes: LossSlopes = at.pooled
+    return _projected(at, options, slopes) if options.dim else _exact(at, options, slopes)
 
 
-def _exact(at: CheckpointView, options: KernelOptions, found: LossSlopes) -> Scorer:
-    question, train = at.question, at.train(found.of)
-    diagonal = float((train.norms().double().square() * found.weight).mean())
+def _exact(at: CheckpointView, options: KernelOptions, slopes: LossSlopes) -> Scorer:
+    question, train = at.question, at.train(slopes.of)
+    diagonal = float((train.norms().double().square() * slopes.weight).mean())
     kernel = WeightedKernel(
         train,
-        found.weight,
+        slopes.weight,
         relative_damping(options.damping, diagonal, name="damping"),
         compute=question.compute,
         memory_budget=question.memory_budget,
         report=question.report,
     )
-    wish = None if options.solver == "auto" else options.solver
+    solver_name = None if options.solver == "auto" else options.solver
     solved = solved_scores(
-        at, kernel, found.pull, of=found.of, tolerance=options.tolerance, wish=wish
+        at, kernel, slopes.pull, of=slopes.of, tolerance=options.tolerance, solver_name=solver_name
     )
 
     def score(start: int, stop: int) -> Tensor:
-        return found.about_queries(solved.score(start, stop), start, stop)
+        return slopes.about_queries(solved.score(start, stop), start, stop)
 
     return dataclasses.replace(solved, score=score)
 
 
-def _projected(at: CheckpointView, options: KernelOptions, found: LossSlopes) -> Scorer:
+def _projected(at: CheckpointView, options: KernelOptions, slopes: LossSlopes) -> Scorer:
     assert options.dim
     projection = Projection(dim=options.dim, seed=options.seed)
-    x, g = features(at, found.of, projection)
-    damping = relative_damping(options.damping, mean_square(x, found.weight), name="damping")
-    solve = by_features(x, weight=found.weight, pull=found.pull, damping=damping)
+    x, g = features(at, slopes.of, projection)
+    damping = relative_damping(options.damping, mean_square(x, slopes.weight), name="damping")
+    solve = by_features(x, weight=slopes.weight, pull=slopes.pull, damping=damping)
 
     def score(start: int, stop: int) -> Tensor:
-        return found.about_queries(solve(g[start:stop]), start, stop)
+        return slopes.about_queries(solve(g[start:stop]), start, stop)
 
-    agreement = sketch_agreement(at, found, x, g, damping)
+    agreement = sketch_agreement(at, slopes, x, g, damping)
     return Scorer(
         score, approximate=f"gradients projected to {projection.dim} numbers, {agreement}"
     )

@@ -34,36 +34,41 @@ if TYPE_CHECKING:
 
 
 def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
-    """g_q^T (F + damping)^-1 g_n for all pairs, layer by layer the cheapest of three ways.
+    """Score by g_q^T (F + damping)^-1 g_n, choosing the cheapest of three algorithms per layer.
 
-    Layers whose training rows are held as coordinates, and linear layers with one position a row,
-    are multiplied in eigencoordinates; of others the queries are solved. The matrix of a layer is
-    made when its scores are first asked for.
+    Layers whose training rows are held as coordinates, and linear layers with one position per row, are
+    multiplied in eigencoordinates; for others the queries are solved. The matrix of a layer is computed when
+    its scores are first needed.
     """
     sides = (at.queries(), at.train())
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
         fisher = fit.layer(name)
-        left = _left(at, fit.nbytes + coordinate_bytes(fisher.rows))
-        kept = stored_coordinates(name, fisher, damping)
-        if kept is not None:
-            held = kept
-            return in_steps(left, fisher.size, positions, lambda some: held.scores(sides[0], some))
+        budget = _remaining_budget(at, fit.nbytes + coordinate_bytes(fisher.rows))
+        coordinates = stored_coordinates(name, fisher, damping)
+        if coordinates is not None:
+            score_rows = coordinates.scores
+            return in_steps(
+                budget, fisher.size, positions, lambda chunk: score_rows(sides[0], chunk)
+            )
         direct = single_position_influence(name, fisher, damping, *sides)
         if direct is not None:
-            one = direct
+            score_pairs = direct.scores
             return in_steps(
-                left, one.leading_size // 2, positions, lambda some: one.scores(*sides, some, left)
+                budget,
+                direct.leading_size // 2,
+                positions,
+                lambda chunk: score_pairs(*sides, chunk, budget),
             )
-        solved = SolvedQueries(at, lambda _, dense: fisher.solved(dense, damping), left)
+        solved = SolvedQueries(at, lambda _, dense: fisher.solved(dense, damping), budget)
         return solved.scores(name, positions)
 
     def in_steps(
-        left: int | None, size: int, positions: list[int], scores: Callable[[list[int]], Tensor]
+        budget: int | None, size: int, positions: list[int], scores: Callable[[list[int]], Tensor]
     ) -> Tensor:
-        """Those of so many queries at a time that what is made of them fits."""
+        """Score as many queries at a time as fit into the budget."""
         out = torch.empty(len(positions), len(sides[1]))
-        step = _queries_at_once(left, size, len(sides[1]))
+        step = _queries_at_once(budget, size, len(sides[1]))
         for start in range(0, len(positions), step):
             out[start : start + step] = scores(positions[start : start + step])
         return out
@@ -72,20 +77,20 @@ def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
 
 
 class SolvedQueries:
-    """Layer after layer some queries are restored and solved, and the training rows pass by."""
+    """Restore and solve queries layer by layer, and stream the training rows past them."""
 
     def __init__(self, at: CheckpointView, solve: Solve, memory_budget: int | None) -> None:
-        self.asked, self.train = at.queries(), at.train()
+        self.queries, self.train = at.queries(), at.train()
         self.solve, self.budget = solve, memory_budget
 
     def scores(self, name: str, positions: list[int]) -> Tensor:
-        """Products `[b, N]` of one layer."""
+        """Compute the products `[b, N]` of one layer."""
         form, rows = self.train.forms[name], only_layer(self.train, name)
         out = torch.empty(len(positions), len(rows))
         step = _queries_at_once(self.budget, rows.size, len(rows))
         for start in range(0, len(positions), step):
             some = positions[start : start + step]
-            solved = self.solve(name, dense_rows(self.asked, name, some))
+            solved = self.solve(name, dense_rows(self.queries, name, some))
             directions = Directions(tuple(some), {name: solved}, {name: form}, rows.weights)
             out[start : start + step] = query.along(rows, directions, memory_budget=self.budget)
         return out
@@ -98,35 +103,35 @@ def layer_by_layer(
     *,
     check: Callable[[], None] = lambda: None,
 ) -> Scorer:
-    """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to.
+    """Build a scorer that sums the scores `[b, N]` of all layers, or stacks them per layer.
 
-    Once all layers were asked, `check` may still refuse.
+    After all layers, `check` may still raise.
     """
     question, layers = at.question, list(at.train().forms)
 
     def score(start: int, stop: int) -> Tensor:
         positions = question.positions[start:stop].tolist()
-        found = [scores(layers[0], positions)]
+        parts = [scores(layers[0], positions)]
         for name in layers[1:]:
-            one = scores(name, positions)
+            layer_scores = scores(name, positions)
             if question.per_layer:
-                found.append(one)
+                parts.append(layer_scores)
             else:
-                found[0] += one
+                parts[0] += layer_scores
         check()
-        return torch.stack(found) if question.per_layer else found[0]
+        return torch.stack(parts) if question.per_layer else parts[0]
 
     return Scorer(score, approximate=approximate)
 
 
-def _left(at: CheckpointView, stored_coordinates: int) -> int | None:
-    """What is left of the byte budget, if there is one."""
+def _remaining_budget(at: CheckpointView, used: int) -> int | None:
+    """Return the rest of the memory budget in bytes, if there is one."""
     budget = at.question.memory_budget
-    return None if budget is None else max(1, parse_bytes(budget) - stored_coordinates)
+    return None if budget is None else max(1, parse_bytes(budget) - used)
 
 
 def _queries_at_once(budget: int | None, size: int, rows: int) -> int:
-    """Queries whose restored gradients, four times, and products take a quarter of the budget."""
+    """Return how many queries' restored gradients, four times, and products take a quarter of the budget."""
     limit = DEFAULT_BUDGET if budget is None else budget
     return max(1, limit // 4 // (16 * size + 4 * rows))
 
@@ -136,22 +141,23 @@ APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kroneck
 
 @dataclass(frozen=True, slots=True)
 class KfacOptions:
-    """What `kfac` and `ekfac` can be told."""
+    """Options of `kfac` and `ekfac`."""
 
     damping: float | Literal["auto"] | None = None
-    """Added to all eigenvalues, times the mean one of the layer: 0.3, or of coordinates what they
-    were whitened with; "auto": chosen by subset outcomes."""
+    """Damping relative to the mean eigenvalue of the layer: 0.3, or for coordinates the one they were whitened
+    with; "auto": chosen by subset outcomes.
+    """
     absolute_damping: float | None = None
-    """Added to all eigenvalues as it is, in place of the relative damping."""
+    """Absolute damping, instead of the relative one."""
     fisher: Literal["empirical", "sampled"] = "empirical"
-    """Of the gradients of the given labels, or of labels that were drawn from the model."""
+    """Fisher matrix of the actual labels (`empirical`), or of labels drawn from the model (`sampled`)."""
     fisher_capture: str = "sampled"
-    """The name of the capture with drawn labels."""
+    """Name of the capture with drawn labels."""
     unit_norm: bool = False
-    """Of coordinates: whether every row counts alike, whatever the length of its gradient."""
+    """For coordinates: normalize every row to length one."""
 
     def parsed_damping(self) -> Damping:
-        """The damping of captures that are not whitened."""
+        """Return the damping for captures that are not whitened."""
         return Damping.parse(0.3 if self.damping is None else self.damping, self.absolute_damping)
 
 
@@ -160,8 +166,9 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
         return _of_coordinates(at, options)
     if options.unit_norm:
         raise AttributionError(
-            "rows of one length are known of whitened coordinates only",
-            fix="capture with keep='16KiB', or leave unit_norm out",
+            "unit_norm needs whitened coordinates",
+            code="attribute.unit_norm",
+            fix="Capture with keep='16KiB', or omit unit_norm.",
         )
     damping, rows = options.parsed_damping(), _fisher_gradients(at, options)
     fit = FisherFit(
@@ -177,43 +184,46 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
 def fisher_solver(
     at: CheckpointView, options: KfacOptions, method: str
 ) -> Callable[[str, Tensor], Tensor] | None:
-    """What multiplies a layer's dense gradients `[B, P]` with (Fisher + damping)^-1.
+    """Return the function that multiplies a layer's gradients `[B, P]` with (Fisher + damping)^-1.
 
-    None for whitened coordinates, in whose products it is already.
+    None for whitened coordinates, whose products contain it already.
     """
     if options.unit_norm:
         raise AttributionError(
-            "scores of rows of one length are no sums over tokens", fix="leave unit_norm out"
+            "scores with unit_norm are not sums over tokens",
+            code="attribute.not_per_token",
+            fix="Omit unit_norm.",
         )
     if all(form.whitened for form in at.train().forms.values()):
         _check_whitened(options)
         return None
     damping, rows = options.parsed_damping(), _fisher_gradients(at, options)
     budget = at.question.memory_budget
-    found = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
-    # In double precision: to divide by small eigenvalues makes rounding large.
-    return lambda layer, dense: found.layers[layer].solved(dense.double(), damping).to(dense.dtype)
+    solver = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
+    # In double precision: dividing by small eigenvalues amplifies rounding.
+    return lambda layer, dense: solver.layers[layer].solved(dense.double(), damping).to(dense.dtype)
 
 
 def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
-    """Products of whitened coordinates: the inverse of the Fisher matrix is in them already."""
+    """Build a scorer of products of whitened coordinates, which contain the inverse Fisher matrix."""
     _check_whitened(options)
-    found = cosines(at) if options.unit_norm else products(at, "loss")
-    return dataclasses.replace(found, approximate=APPROXIMATE)
+    scorer = cosines(at) if options.unit_norm else products(at, "loss")
+    return dataclasses.replace(scorer, approximate=APPROXIMATE)
 
 
 def _check_whitened(options: KfacOptions) -> None:
-    told = (options.damping, options.absolute_damping, options.fisher)
-    if told != (None, None, "empirical"):
+    passed = (options.damping, options.absolute_damping, options.fisher)
+    if passed != (None, None, "empirical"):
         raise AttributionError(
-            "these rows were whitened when they were captured",
+            "the damping and Fisher matrix of whitened rows are fixed when they are captured",
+            code="attribute.already_whitened",
             found=f"damping={options.damping!r}, fisher={options.fisher!r}",
-            fix="capture with gk.Keep('4KiB', damping=...) under another name=",
+            fix="Capture with gk.Keep('4KiB', damping=...) under another name=.",
         )
 
 
 def _fisher_gradients(at: CheckpointView, options: KfacOptions) -> Gradients:
-    """The training rows' own gradients, or those of the capture with drawn labels."""
+    """Return the training gradients, or those of the capture with drawn labels."""
     train, name = at.train(), options.fisher_capture
     if options.fisher == "empirical":
         return train
@@ -222,19 +232,21 @@ def _fisher_gradients(at: CheckpointView, options: KfacOptions) -> Gradients:
     if key not in question.store.captures():
         run = "" if place.run == "main" else f", run={place.run!r}"
         raise AttributionError(
-            f"no capture {name!r} of {question.train} with labels drawn from the model at "
+            f"there is no capture {name!r} of {question.train} with labels drawn from the model at "
             f"{str(place)!r}",
+            code="attribute.no_sampled_capture",
             path=question.store.location,
-            fix="gk.capture(store, model, loader, task=gk.Classification(labels='sampled'), "
-            f"split={question.train!r}, checkpoint={place.checkpoint!r}{run}, name={name!r})",
+            fix="Run gk.capture(store, model, loader, task=gk.Classification(labels='sampled'), "
+            f"split={question.train!r}, checkpoint={place.checkpoint!r}{run}, name={name!r}).",
         )
     drawn = at.train(name=name)
     for layer, form in train.forms.items():
         if layer not in drawn.forms or drawn.forms[layer].parameters != form.parameters:
             raise AttributionError(
                 f"the capture {name!r} does not hold layer {layer} as {question.train} does",
+                code="attribute.different_layers",
                 found=", ".join(drawn.forms),
-                fix="capture both with the same layers=, or pass layers= here",
+                fix="Capture both with the same layers=, or pass layers= here.",
             )
     return drawn
 

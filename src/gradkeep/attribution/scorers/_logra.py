@@ -9,7 +9,7 @@ import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._question import Method, Scorer
-from gradkeep.attribution._row_features import KeptRows
+from gradkeep.attribution._row_features import RowStorage
 from gradkeep.attribution.scorers._kfac import layer_by_layer
 from gradkeep.curvature._feature_solvers import by_features
 from gradkeep.curvature._fisher import DECADES, Damping
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LograOptions:
-    """What `logra` can be told."""
+    """Options of `logra`."""
 
     rank: int = 16
-    """Numbers that are kept of each side of a weight, whose gradient becomes rank x rank."""
+    """Dimension of each side of a weight; its gradient becomes rank x rank."""
     damping: float | Literal["auto"] = 0.1
-    """Times the mean diagonal of the layer's projected Fisher matrix; "auto": chosen by subset
-    outcomes."""
+    """Damping relative to the mean diagonal of the layer's projected Fisher matrix; "auto": chosen by subset
+    outcomes.
+    """
     seed: int = 0
-    """Of the projection."""
+    """Seed of the projection."""
 
 
 def _prepare_logra(at: CheckpointView, options: LograOptions) -> Scorer:
@@ -46,25 +47,25 @@ def _prepare_logra(at: CheckpointView, options: LograOptions) -> Scorer:
     weight, pull = torch.full((len(train),), 1 / len(train)), torch.ones(len(train))
     layers = {}
     for name in train.forms:
-        rows, asked = (
+        rows, queries = (
             two_sided(only_layer(side, name), projection, memory_budget=budget)
             for side in (train, at.queries())
         )
         mean = float(rows.double().square().mean())
-        # Nothing is known of a layer whose gradients are all zero, and it gives no score.
+        # A layer whose gradients are all zero contributes nothing.
         if mean > 0:
             solve = by_features(
-                KeptRows.of(rows), weight=weight, pull=pull, damping=damping.of(mean)
+                RowStorage.of(rows), weight=weight, pull=pull, damping=damping.of(mean)
             )
-            layers[name] = (solve, asked)
+            layers[name] = (solve, queries)
     if not layers:
         raise at.all_zero()
 
     def scores(name: str, positions: list[int]) -> Tensor:
         if name not in layers:
             return torch.zeros(len(positions), len(train))
-        solve, asked = layers[name]
-        return solve(asked[positions])
+        solve, queries = layers[name]
+        return solve(queries[positions])
 
     return layer_by_layer(at, scores, f"weights projected to {options.rank} x {options.rank}")
 
@@ -77,9 +78,10 @@ def _require_room(at: CheckpointView, projection: TwoSided) -> None:
     if budget is not None and need > parse_bytes(budget):
         raise BudgetError(
             f"projections to {projection.rows} x {projection.cols} numbers do not fit in the budget",
+            code="budget.projections",
             found=str(budget),
             expected=f"at least {format_bytes(need)}",
-            fix="pass a smaller rank=, or a larger memory_budget=",
+            fix="Pass a smaller rank= or a larger memory_budget=.",
         )
 
 

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrakOptions:
-    """What `trak` can be told."""
+    """Options of `trak`."""
 
     dim: int = 2048
-    """k, the numbers that gradients are projected to."""
+    """Dimension k of the projected gradients."""
     ridge: float | Literal["auto"] = 1.0
-    """Times the mean diagonal of the matrix that is inverted, `[k, k]` or, where there are fewer
-    rows than numbers, `[N, N]`; 0: none; "auto": chosen by subset outcomes."""
+    """Ridge relative to the mean diagonal of the inverted matrix, `[k, k]`, or `[N, N]` if there are fewer rows
+    than dimensions; 0: none; "auto": chosen by subset outcomes.
+    """
     projection: ProjectionKind = "auto"
     seed: int = 0
     target: ScoreTarget = "loss"
-    """Score the query's loss (positive lowers it), or on request its output (positive raises it)."""
+    """Score the query's loss (positive lowers it) or its output (positive raises it)."""
 
 
 def _pool_trak(question: AttributionQuestion, options: TrakOptions) -> LossSlopes:
@@ -40,26 +41,26 @@ def _pool_trak(question: AttributionQuestion, options: TrakOptions) -> LossSlope
 
 
 def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
-    found: LossSlopes = at.pooled
+    slopes: LossSlopes = at.pooled
     projection = Projection(options.projection, options.dim, options.seed)
-    x, g = features(at, found.of, projection)
+    x, g = features(at, slopes.of, projection)
     rows, dim = x.count, x.dim
     if options.ridge == 0 and dim >= rows:
         raise AttributionError(
-            f"{rows} rows cannot fill a matrix of {dim} x {dim}: without a ridge its inverse, and "
-            "so every score, would be noise",
+            f"a {dim} x {dim} matrix of {rows} rows is singular and has no inverse without a ridge",
+            code="attribute.singular",
             found=f"dim={dim}, ridge=0",
-            fix=f"leave ridge out, or pass dim={max(1, rows // 4)}",
+            fix=f"Omit ridge, or pass dim={max(1, rows // 4)}.",
         )
     one = torch.ones(rows)
     trace = mean_square(x, one) * rows
     ridge = 0.0
     if options.ridge != 0:
         ridge = relative_damping(options.ridge, trace / min(rows, dim), name="ridge")
-    solve = by_features(x, weight=one, pull=found.pull, damping=ridge)
+    solve = by_features(x, weight=one, pull=slopes.pull, damping=ridge)
 
     def score(start: int, stop: int) -> Tensor:
-        return found.about_queries(solve(g[start:stop]), start, stop)
+        return slopes.about_queries(solve(g[start:stop]), start, stop)
 
     return Scorer(score, approximate=f"gradients projected to {dim} numbers")
 

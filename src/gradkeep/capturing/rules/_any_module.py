@@ -1,5 +1,4 @@
-"""Layers without a rule: dense gradients by running the module, or the whole model, for each
-sample."""
+"""Layers without a rule: dense gradients by running the module, or the whole model, for each sample."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def _split_input(leaf: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tenso
 
 
 def _split(suffix: torch.Tensor, one_shape: torch.Size, rows: int) -> torch.Tensor:
-    """Return `[B, *one_shape]`: a dimension that is smaller in the one-sample output counts the
-    samples."""
+    """Return `[B, *one_shape]`: a dimension that is smaller in the one-sample output counts the samples."""
     for dim, (have, want) in enumerate(zip(suffix.shape, one_shape, strict=True)):
         if have != want:
             shape = (*suffix.shape[:dim], rows, want, *suffix.shape[dim + 1 :])

@@ -161,8 +161,7 @@ def convolution_gradients(
     rows: int,
     axis: SampleAxis,
 ) -> LayerGradients:
-    """Return the pixels of one call; of several calls, or images per sample, the summed
-    gradients."""
+    """Return the pixels of one call; of several calls, or images per sample, the summed gradients."""
     if len(calls) == 1 and axis == "first":
         call = calls[0]
         return _pixels(name, module, parameters, call.input, call.suffix(), call.original)
@@ -370,8 +369,7 @@ def _normalized(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_rms(module: nn.Module) -> bool:
-    """Return True for `nn.RMSNorm` and those of model libraries, which have this name and one
-    weight."""
+    """Return True for `nn.RMSNorm` and those of model libraries, which have this name and one weight."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
 
 

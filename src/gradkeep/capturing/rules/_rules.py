@@ -246,8 +246,7 @@ def _rule(
 
 
 def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]) -> bool:
-    """Return True for an embedding and the linear layer that reads its table, optionally with a
-    bias."""
+    """Return True for an embedding and the linear layer that reads its table, optionally with a bias."""
     if len(modules) != 2 or len(weights) > 2:
         return False
     kinds = {is_embedding(module) for module in modules}
@@ -280,8 +279,7 @@ def calls_of(unit: LayerUnit, calls: Mapping[nn.Module, Sequence[LayerCall]]) ->
 def find_called_parent(
     model: nn.Module, unit: LayerUnit, ran: set[nn.Module]
 ) -> tuple[str, nn.Module] | None:
-    """Find the nearest called module around a unit; torch reads some weights without calling their
-    module."""
+    """Find the nearest called module around a unit; torch reads some weights without calling their module."""
     parts = [] if unit.name == ROOT and unit.modules[0] is model else unit.name.split(".")
     for length in range(len(parts) - 1, -1, -1):
         path = ".".join(parts[:length])

@@ -86,8 +86,7 @@ class LanguageModeling(Task):
         object.__setattr__(self, "span", tuple(ends))
 
     def trained_as(self) -> str:
-        """Return the description of the task without a span, which training rows are captured
-        with."""
+        """Return the description of the task without a span, which training rows are captured with."""
         return self.describe() if self.span is None else replace(self, span=None).describe()
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:

@@ -122,8 +122,7 @@ class Task(abc.ABC):
         return f"{name}({settings})"
 
     def trained_as(self) -> str:
-        """Return the description of the task that training rows are captured with; queries may use
-        another."""
+        """Return the description of the task that training rows are captured with; queries may use another."""
         return self.describe()
 
 
@@ -202,8 +201,7 @@ def holds_numbers(tensor: torch.Tensor) -> bool:
 
 
 def find_logits(answer: Any) -> torch.Tensor:
-    """Return the logits of a model's output: a tensor, `.logits`, `["logits"]`, or the first of a
-    tuple."""
+    """Return the logits of a model's output: a tensor, `.logits`, `["logits"]`, or the first of a tuple."""
     logits = getattr(answer, "logits", answer)
     if isinstance(answer, Mapping) and "logits" in answer:
         logits = answer["logits"]
@@ -220,8 +218,7 @@ def find_logits(answer: Any) -> torch.Tensor:
 
 
 def split_labels(batch: Any, names: tuple[str, ...]) -> tuple[Any, torch.Tensor]:
-    """Split a batch into (inputs, labels): the last of a tuple, or the first of `names` in a
-    dict."""
+    """Split a batch into (inputs, labels): the last of a tuple, or the first of `names` in a dict."""
     if isinstance(batch, Mapping):
         for name in names:
             if name in batch:

@@ -1,4 +1,4 @@
-"""The commands of the datamodels library, of both its generations, with the same flags, and its files.
+"""Commands and files of the datamodels library, of both its generations, with the same flags.
 
 `python -m datamodels.training.worker ...` becomes `python -m gradkeep.compat.datamodels.training.worker
 ...`; scripts with `main(*_, index, logdir)`, specs and YAML files stay as they are.
@@ -17,7 +17,7 @@ _HOMES = {
     ),
 }
 OLD_NAME = (("datamodels", __name__),)
-"""What scripts import, and what stands for it unless that package is installed."""
+"""Name that scripts import, and its replacement unless that package is installed."""
 __all__ = ["OLD_NAME", *(name for names in _HOMES.values() for name in names)]
 __getattr__ = lazy_names(
     __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

@@ -1,6 +1,6 @@
 """`python -m gradkeep.compat.datamodels MODULE ...`: run a module that imports `datamodels`.
 
-The package of that name need not be installed: this one stands for it, as in workers.
+The original package need not be installed: this one is imported in its place, as in workers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gradkeep.compat.datamodels import OLD_NAME
-from gradkeep.compat.datamodels._command_line import end
+from gradkeep.compat.datamodels._command_line import run_command
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the module that is named first with the rest of the arguments."""
+    """Run the module named first with the remaining arguments."""
     from gradkeep.datamodels.study._contract import offer_aliases
 
     if not arguments or arguments[0].startswith("-"):
         raise DatamodelsError(
-            "no module to run",
+            "there is no module to run",
+            code="compat.no_module",
             expected="python -m gradkeep.compat.datamodels MODULE ...",
-            fix="name a module that imports datamodels, such as examples.minimal.check",
+            fix="Name a module that imports datamodels, such as examples.minimal.check.",
         )
     offer_aliases(OLD_NAME)
     sys.argv = list(arguments)
@@ -33,4 +34,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run_command(main)

@@ -1,4 +1,4 @@
-"""Settings as fastargs collects them, and what a user's script expects around it."""
+"""Collect settings as fastargs does, and prepare the environment of a user's script."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Flag:
     default: Any = None
     required: bool = False
     switch: bool = False
-    """Whether it is given without a value."""
+    """It takes no value."""
 
 
 def collect(
     flags: Sequence[Flag], arguments: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The value of every flag; later sources win, and what is unknown is somebody else's."""
+    """Return the value of every flag; later sources win, and unknown flags are ignored."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("-C", "--config-file", action="append", default=[])
     for flag in flags:
@@ -41,17 +41,17 @@ def collect(
             parser.add_argument(f"--{flag.name}", action="store_const", const=True)
         else:
             parser.add_argument(f"--{flag.name}")
-    given = vars(parser.parse_known_args(list(arguments))[0])
-    found: dict[str, Any] = {}
-    for file in given.pop("config_file"):
-        found.update(_dotted(_read(file)))
-    found.update({name: value for name, value in given.items() if value is not None})
-    found.update({flag.name: environment[flag.name] for flag in flags if flag.name in environment})
-    return {flag.name: _value(flag, found.get(flag.name)) for flag in flags}
+    parsed = vars(parser.parse_known_args(list(arguments))[0])
+    values: dict[str, Any] = {}
+    for file in parsed.pop("config_file"):
+        values.update(_flatten(_read(file)))
+    values.update({name: value for name, value in parsed.items() if value is not None})
+    values.update({flag.name: environment[flag.name] for flag in flags if flag.name in environment})
+    return {flag.name: _value(flag, values.get(flag.name)) for flag in flags}
 
 
-def end(command: Callable[[Sequence[str]], int | None]) -> None:
-    """Run a command with this process's arguments; errors are messages, and never exit code 0."""
+def run_command(command: Callable[[Sequence[str]], int | None]) -> None:
+    """Run a command with this process's arguments; print errors and exit with a nonzero code."""
     try:
         code = command(sys.argv[1:])
     except GradkeepError as error:
@@ -63,7 +63,7 @@ def end(command: Callable[[Sequence[str]], int | None]) -> None:
     except Exception as error:
         text = script_traceback(error)
         if text is None:
-            raise  # ours to mend
+            raise  # a bug of gradkeep
         print(f"{text}{Path(sys.argv[0]).stem}: the training script raised this", file=sys.stderr)
         code = 1
     sys.exit(code or 0)
@@ -71,29 +71,35 @@ def end(command: Callable[[Sequence[str]], int | None]) -> None:
 
 def script_traceback(error: BaseException) -> str | None:
     """Format the traceback from the script's first frame on; None if no frame is the script's."""
-    told = traceback.TracebackException.from_exception(error)
+    formatted = traceback.TracebackException.from_exception(error)
     ours = str(Path(__file__).parents[2])
-    for at, frame in enumerate(told.stack):
+    for at, frame in enumerate(formatted.stack):
         name = frame.filename
         if not name.startswith((ours, "<frozen ")) and "/importlib/" not in name:
-            told.stack = traceback.StackSummary.from_list(list(told.stack)[at:])
-            return "".join(told.format())
+            formatted.stack = traceback.StackSummary.from_list(list(formatted.stack)[at:])
+            return "".join(formatted.format())
     return None
 
 
-def _value(flag: Flag, given: Any) -> Any:
-    if given is None:
+def _value(flag: Flag, value: Any) -> Any:
+    if value is None:
         if flag.required:
-            raise DatamodelsError(f"--{flag.name} is needed", fix=f"--{flag.name}=VALUE")
+            raise DatamodelsError(
+                f"--{flag.name} is required",
+                code="compat.missing_flag",
+                fix=f"Pass --{flag.name}=VALUE.",
+            )
         return False if flag.switch else flag.default
     if flag.switch:
-        return str(given).lower() not in ("0", "false", "no", "")
+        return str(value).lower() not in ("0", "false", "no", "")
     try:
-        # YAML reads 1e-6 as text, and whole numbers may be written with underscores.
-        return flag.kind(given)
+        # YAML reads 1e-6 as text, and integers may contain underscores.
+        return flag.kind(value)
     except (TypeError, ValueError) as error:
         raise DatamodelsError(
-            f"--{flag.name} has a wrong value: {given!r}",
+            f"--{flag.name} has a wrong value",
+            code="compat.wrong_flag",
+            found=repr(value),
             expected=getattr(flag.kind, "__name__", str(flag.kind)),
         ) from error
 
@@ -103,7 +109,10 @@ def _read(file: str) -> Mapping[str, Any]:
         text = Path(file).read_text()
     except OSError as error:
         raise DatamodelsError(
-            "the configuration cannot be read", path=file, found=error.strerror
+            "the configuration cannot be read",
+            code="compat.config_unreadable",
+            path=file,
+            found=error.strerror,
         ) from error
     try:
         fields = json.loads(text)
@@ -118,38 +127,44 @@ def _read(file: str) -> Mapping[str, Any]:
             fields = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise DatamodelsError(
-                "this is neither JSON nor YAML", path=file, found=error
+                "the configuration is neither JSON nor YAML",
+                code="compat.config_syntax",
+                path=file,
+                found=error,
             ) from error
     if not isinstance(fields, dict):
         raise DatamodelsError(
-            "the configuration is not a mapping", path=file, found=repr(fields)[:80]
+            "the configuration is not a mapping",
+            code="compat.config_not_a_mapping",
+            path=file,
+            found=repr(fields)[:80],
         )
     return fields
 
 
-def _dotted(fields: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(fields: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            found.update(_dotted(value, f"{before}{name}."))
+            flat.update(_flatten(value, f"{before}{name}."))
         else:
-            found[f"{before}{name}"] = value
-    return found
+            flat[f"{before}{name}"] = value
+    return flat
 
 
 def tolerate_other_flags() -> None:
     """If the script uses fastargs, let its configuration skip flags that are not its own."""
     try:
         config = importlib.import_module("fastargs").get_current_config()
-    except ImportError:  # missing, or installed without what it needs
+    except ImportError:  # missing, or without its dependencies
         return
 
     def collect_argparse_args(parser: argparse.ArgumentParser, disable_help: bool = False) -> Any:
         words = [word for word in sys.argv[1:] if not (disable_help and word == "--help")]
-        given = vars(parser.parse_known_args(words)[0])
-        for file in given.pop("config_file", []):
+        options = vars(parser.parse_known_args(words)[0])
+        for file in options.pop("config_file", []):
             config.collect_config_file(file)
-        config.collect(given)
+        config.collect(options)
         config.collect_env_variables()
         return config
 
@@ -157,7 +172,7 @@ def tolerate_other_flags() -> None:
 
 
 def collect_for_script() -> None:
-    """Collect again, now that the script's own sections are known."""
+    """Collect again, including the sections that the script has declared."""
     try:
         config = importlib.import_module("fastargs").get_current_config()
     except ImportError:  # missing, or installed without what it needs

@@ -1,4 +1,4 @@
-"""Masks and targets of completed models in one file, datamodels fitted from it, and their `.pt` file."""
+"""Regression data of completed models, fitting of datamodels, and their `.pt` file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegressionData:
-    """What a regression reads: `masks [m, n]`, `targets [m, t]` float32, and the rows `[m]`."""
+    """Masks and targets of completed models.
+
+    Attributes:
+        masks: Training masks `[m, n]`.
+        targets: Model outputs `[m, t]`, float32.
+        rows: Numbers of the models `[m]`.
+    """
 
     masks: Masks
     targets: AnyArray
     rows: AnyArray
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to one file, masks as bits."""
+        """Write to one file, masks as bits.
+
+        Args:
+            path: File to write.
+        """
         with open(file_to_write(path, error=DatamodelsError), "wb") as file:
             np.savez(
                 file,
@@ -47,21 +57,35 @@ class RegressionData:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RegressionData:
-        """Read what `save` wrote."""
+        """Read a file written by `save`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The data.
+
+        Raises:
+            DatamodelsError: If the file cannot be read or has another format.
+        """
         try:
-            with np.load(path, allow_pickle=False) as found:
-                masks = Masks(found["bits"], int(found["num_examples"]))
-                return cls(masks, found["targets"], found["rows"])
+            with np.load(path, allow_pickle=False) as arrays:
+                masks = Masks(arrays["bits"], int(arrays["num_examples"]))
+                return cls(masks, arrays["targets"], arrays["rows"])
         except OSError as error:
             raise DatamodelsError(
-                "the data for the regression cannot be read", path=path, found=error.strerror
+                "the regression data cannot be read",
+                code="compat.regression_unreadable",
+                path=path,
+                found=error.strerror,
             ) from error
         except (ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DatamodelsError(
-                "this file was not written for the regression here",
+                "the file is not regression data of gradkeep",
+                code="compat.regression_format",
                 path=path,
-                expected="a file made by write_dataset; those of FFCV are not needed",
-                fix="run write_dataset again on the store directory",
+                expected="a file of write_dataset, not of FFCV",
+                fix="Run write_dataset again on the store directory.",
             ) from error
 
 
@@ -73,22 +97,40 @@ def collect_completed(
     column: int | None = None,
     flags: str | None = "_completed",
 ) -> RegressionData:
-    """The completed rows of a store directory; `flags=None` takes all rows.
+    """Collect the completed rows of a store directory.
 
-    `column` takes one target; outputs of several dimensions count as so many targets.
+    Args:
+        folder: The store directory.
+        masks: Name of the array of masks.
+        outputs: Name of the array of outputs; several dimensions are flattened to targets.
+        column: Use only this target.
+        flags: Name of the array of completed flags; None for all rows.
+
+    Returns:
+        Masks `[m, n]` and targets `[m, t]`.
+
+    Raises:
+        DatamodelsError: If an array is missing or no model is completed.
     """
     for name in (masks, outputs):
         if name not in [field.name for field in folder.spec.fields]:
             raise DatamodelsError(
-                f"there is no such array in the store directory: {name}",
+                "the store directory has no such array",
+                code="compat.no_such_array",
                 path=folder.path,
+                found=name,
                 expected=", ".join(field.name for field in folder.spec.fields),
             )
     rows = np.arange(folder.spec.num_models)
     if flags is not None:
         rows = np.flatnonzero(folder.array(flags))
     if len(rows) == 0:
-        raise DatamodelsError("no model is completed yet", path=folder.path, fix="run the workers")
+        raise DatamodelsError(
+            "no model is completed yet",
+            code="compat.no_completed_models",
+            path=folder.path,
+            fix="Run the workers first.",
+        )
     chosen = np.asarray(folder.array(outputs)[rows], np.float32)
     targets = chosen.reshape(len(rows), -1)
     if column is not None:
@@ -111,30 +153,54 @@ def compute_datamodels(
 
     The last `num_val` of them choose the penalty of each target.
 
-    `lambdas` penalties go from the least without weights down to nearly `least` times it. With
-    `out`, a new folder, writes `datamodels.pt`: `weight [n, t]` and `bias [t]` in mask units (so
-    that `mask @ weight + bias` is the prediction), `lam`, and each column's `mean` and `std`; and
-    logs of what each penalty came to, in `regularization_path` and `final_lambda` (`read_log`).
+    Args:
+        data: Masks and targets.
+        num_train: Number of models to fit.
+        num_val: Number of models that choose the penalty.
+        lambdas: Number of penalties, from the smallest without weights down to nearly `least` times it.
+        least: Ratio of the smallest penalty to the largest.
+        columns: Targets to fit.
+        out: New folder for `datamodels.pt`: `weight [n, t]` and `bias [t]` in mask units (so that
+            `mask @ weight + bias` is the prediction), `lam`, and each column's `mean` and `std`; and for
+            logs of each penalty, in `regularization_path` and `final_lambda` (see `read_log`).
+        progress: Called with the number of finished penalties and the total.
+
+    Returns:
+        The fitted datamodels.
+
+    Raises:
+        DatamodelsError: If there are too few models, or `out` already exists.
     """
     total = num_train + num_val
     if min(num_train, num_val, lambdas) < 1 or total > len(data.targets):
         raise DatamodelsError(
-            f"there are not enough models: {len(data.targets)} completed models",
+            "there are not enough models",
+            code="compat.too_few_models",
+            found=f"{len(data.targets)} completed models",
             expected=f"num_train {num_train} and num_val {num_val}, both at least 1",
-            fix="train more, or ask for fewer",
+            fix="Train more models, or reduce num_train or num_val.",
         )
     place = None if out is None else Path(out)
     if place is not None and lambdas >= ROWS:
-        raise DatamodelsError("too many penalties", found=lambdas, expected=f"fewer than {ROWS}")
-    if place is not None and place.exists() and not _cut_off(place):
         raise DatamodelsError(
-            "the folder for the results exists already", path=place, fix="give a new name"
+            "there are too many penalties",
+            code="compat.too_many_penalties",
+            found=lambdas,
+            expected=f"fewer than {ROWS}",
+        )
+    if place is not None and place.exists() and not _is_interrupted(place):
+        raise DatamodelsError(
+            "the output folder already exists",
+            code="compat.out_exists",
+            path=place,
+            fix="Pass a new folder.",
         )
     masks = data.masks[:total]
     targets = data.targets[:total, columns]
     if not targets.shape[1]:
         raise DatamodelsError(
-            "there is no such target",
+            "the target does not exist",
+            code="compat.no_such_target",
             found=f"data.target_start_ind {columns.start}, target_end_ind {columns.stop}",
             expected=f"targets from 0 to {data.targets.shape[1] - 1}",
         )
@@ -142,10 +208,10 @@ def compute_datamodels(
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
         logs = RegressionLogs.create(place, targets.shape[1])
-    found = fit(
+    datamodels = fit(
         masks,
         targets,
-        penalty="l1",  # as the original, however few models there are
+        penalty="l1",  # as in the original, for any number of models
         lambdas=[least ** (step / lambdas) for step in range(lambdas)],
         held_out=np.arange(num_train, total),
         progress=progress,
@@ -155,47 +221,79 @@ def compute_datamodels(
         mean = masks.numpy().mean(axis=0)
         std = np.sqrt(mean * (1 - mean))
         save_weights(
-            place / "datamodels.pt", found.weights, found.bias, found.lam, mean=mean, std=std
+            place / "datamodels.pt",
+            datamodels.weights,
+            datamodels.bias,
+            datamodels.lam,
+            mean=mean,
+            std=std,
         )
-    return found
+    return datamodels
 
 
-def _cut_off(place: Path) -> bool:
-    """Whether a folder has logs and no results: the fit was ended before it was done."""
+def _is_interrupted(place: Path) -> bool:
+    """Return True if a folder has logs but no results."""
     there = {*os.listdir(place)} if place.is_dir() else set()
     return bool(there) and there <= {*FOLDERS}
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, AnyArray]:
-    """`weight [n, t]`, `bias [t]`, `lam [t]` of a datamodels .pt file, read without running it."""
+    """Read a datamodels .pt file without executing code in it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Arrays by name, among them `weight [n, t]`, `bias [t]` and `lam [t]`.
+
+    Raises:
+        DatamodelsError: If the file cannot be read or lacks one of them.
+    """
     import torch
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise DatamodelsError(
-            "the weights cannot be read", path=path, found=error.strerror
+            "the weights cannot be read",
+            code="compat.weights_unreadable",
+            path=path,
+            found=error.strerror,
         ) from error
     except Exception as error:
         raise DatamodelsError(
-            "this is no file of tensors", path=path, found=f"{type(error).__name__}: {error}"
+            "the file does not contain tensors",
+            code="compat.weights_format",
+            path=path,
+            found=f"{type(error).__name__}: {error}",
         ) from error
-    missing = [key for key in ("weight", "bias", "lam") if key not in found]
+    missing = [key for key in ("weight", "bias", "lam") if key not in tensors]
     if missing:
         raise DatamodelsError(
-            "this file holds no datamodels", path=path, found=f"no {', '.join(missing)}"
+            "the file does not contain datamodels",
+            code="compat.weights_incomplete",
+            path=path,
+            found=f"no {', '.join(missing)}",
         )
-    return {key: np.asarray(value) for key, value in found.items() if hasattr(value, "shape")}
+    return {key: np.asarray(value) for key, value in tensors.items() if hasattr(value, "shape")}
 
 
 def save_weights(
     path: str | os.PathLike[str], weight: AnyArray, bias: AnyArray, lam: AnyArray, **more: AnyArray
 ) -> None:
-    """Write a datamodels .pt file: weight `[n, t]`, bias `[t]`, lam `[t]`, and more by name."""
+    """Write a datamodels .pt file.
+
+    Args:
+        path: File to write.
+        weight: Weights `[n, t]`.
+        bias: Biases `[t]`.
+        lam: Penalties `[t]`.
+        **more: Further arrays by name.
+    """
     import torch
 
     named = {"weight": weight, "bias": bias, "lam": lam, **more}
-    # Copies: tensors of arrays that must not be written to would make torch warn.
+    # Copy: torch warns about tensors on read-only arrays.
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in named.items()}
     temp = f"{os.fspath(file_to_write(path, error=DatamodelsError))}.{secrets.token_hex(4)}"
     try:
@@ -207,7 +305,7 @@ def save_weights(
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 ROWS = 10_000
-"""Of an array; its readers expect some that are not used."""
+"""Rows of an array; readers expect unused rows at the end."""
 FOLDERS = ("regularization_path", "final_lambda")
 MAPPING = "index_mapping"
 _BEST = ("best_lambda", "best_mse")
@@ -217,7 +315,7 @@ _FLAGS = ("done_optimizing_inner", "still_optimizing_outer")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Log:
-    """The arrays of one folder; rows are written at their place, targets some at a time."""
+    """Arrays of one log folder; rows are written in place, some targets at a time."""
 
     folder: Path
     arrays: dict[str, AnyArray]
@@ -232,12 +330,12 @@ class _Log:
             name: open_memmap(folder / f"{name}_0.npy", "w+", kind, (ROWS, targets))
             for name, kind in kinds.items()
         }
-        made = cls(folder, arrays)
-        made.count()
-        return made
+        log = cls(folder, arrays)
+        log.count()
+        return log
 
     def write(self, row: int, targets: AnyArray, values: dict[str, Any]) -> None:
-        """Values of some targets; others are as in the row before, and no longer on the path."""
+        """Write values of some targets; the others are copied from the previous row, and marked as finished."""
         if row not in self.used:
             for name, array in self.arrays.items():
                 array[row] = array[row - 1] if row else np.nan if name in _NUMBERS else False
@@ -249,7 +347,7 @@ class _Log:
         self.count()
 
     def count(self) -> None:
-        """Say how many rows are used; the file is replaced as a whole."""
+        """Write the number of used rows; the file is replaced atomically."""
         temp = self.folder / f".metadata.{secrets.token_hex(4)}"
         with temp.open("w", newline="") as file:
             lines = csv.writer(file, lineterminator="\n")
@@ -260,14 +358,14 @@ class _Log:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegressionLogs:
-    """What is told of each penalty goes to `regularization_path`, the last fit to `final_lambda`."""
+    """Log each penalty to `regularization_path`, and the last fit to `final_lambda`."""
 
     path: _Log
     final: _Log
 
     @classmethod
     def create(cls, out: Path, targets: int) -> RegressionLogs:
-        """Begin both folders in a folder that is there; those of a fit that was cut off go."""
+        """Create both folders, and delete those of an interrupted fit."""
         for name in FOLDERS:
             shutil.rmtree(out / name, ignore_errors=True)
         path, final = (_Log.create(out / name, targets) for name in FOLDERS)
@@ -278,10 +376,10 @@ class RegressionLogs:
         log, row = (self.final, 0) if step.index < 0 else (self.path, step.index)
         best, least = step.lam, step.held_out_error
         if row:
-            told = {name: log.arrays[name][row - 1, step.targets] for name in _BEST}
-            better = step.held_out_error < told["best_mse"]
-            best = np.where(better, best, told["best_lambda"])
-            least = np.where(better, least, told["best_mse"])
+            previous = {name: log.arrays[name][row - 1, step.targets] for name in _BEST}
+            better = step.held_out_error < previous["best_mse"]
+            best = np.where(better, best, previous["best_lambda"])
+            least = np.where(better, least, previous["best_mse"])
         values = {
             "train_mse": step.train_error,
             "val_mse": step.held_out_error,
@@ -298,35 +396,47 @@ class RegressionLogs:
 
 
 def read_log(folder: str | os.PathLike[str]) -> dict[str, AnyArray]:
-    """The fields `[rows, t]` of a log folder, ours or of the other solver, targets in order.
+    """Read a log folder of this or the original solver.
 
-    >>> import tempfile
-    >>> logs = RegressionLogs.create(Path(tempfile.mkdtemp()), 3)
-    >>> read_log(logs.path.folder)["lambda"].shape
-    (0, 3)
+    Args:
+        folder: `regularization_path` or `final_lambda`.
+
+    Returns:
+        Fields `[rows, t]` by name, targets in order.
+
+    Raises:
+        DatamodelsError: If it is not a log folder.
+
+    Example:
+        >>> import tempfile
+        >>> logs = RegressionLogs.create(Path(tempfile.mkdtemp()), 3)
+        >>> read_log(logs.path.folder)["lambda"].shape
+        (0, 3)
     """
     place = Path(folder)
     try:
         with (place / "metadata.csv").open(newline="") as file:
             rows = {line["field"]: line for line in csv.DictReader(file)}
-        found = {}
+        fields = {}
         for name, line in rows.items():
             last, used = int(line["max_chunk"]), int(line["counter"])
             parts = [
                 np.load(place / f"{name}_{chunk}.npy", mmap_mode="r") for chunk in range(last + 1)
             ]
-            found[name] = np.concatenate([*parts[:-1], parts[-1][:used]])
+            fields[name] = np.concatenate([*parts[:-1], parts[-1][:used]])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatamodelsError(
-            f"this is no folder of regression logs: {type(error).__name__}: {error}",
+            "the folder does not contain regression logs",
+            code="compat.log_unreadable",
             path=place,
-            expected="metadata.csv and FIELD_0.npy, as compute_datamodels writes them",
+            found=f"{type(error).__name__}: {error}",
+            expected="metadata.csv and FIELD_0.npy, written by compute_datamodels",
         ) from error
-    order = found.pop(MAPPING, None)
+    order = fields.pop(MAPPING, None)
     if order is None:
-        return found
-    # The other solver moves targets that are done to the end of its arrays.
+        return fields
+    # The original solver moves finished targets to the end of its arrays.
     back = np.argsort(order, axis=1)
     return {
-        name: np.take_along_axis(values, back[: len(values)], 1) for name, values in found.items()
+        name: np.take_along_axis(values, back[: len(values)], 1) for name, values in fields.items()
     }

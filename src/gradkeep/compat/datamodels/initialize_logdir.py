@@ -1,7 +1,7 @@
 """The older name of `training.initialize_store`."""
 
-from gradkeep.compat.datamodels._command_line import end
+from gradkeep.compat.datamodels._command_line import run_command
 from gradkeep.compat.datamodels.training.initialize_store import main
 
 if __name__ == "__main__":
-    end(main)
+    run_command(main)

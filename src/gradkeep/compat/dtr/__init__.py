@@ -1,9 +1,9 @@
-"""The names of the DTR prototype, over the online runtime.
+"""The names of the DTR prototype, on top of the online runtime.
 
 The prototype needed its own build of torch, and every tensor had to be converted. Here
-`set_memory_budget` is enough: from then on every tensor of this thread can be evicted and is made
-again when an operator asks for it. `checkpoint` and its friends are there so that scripts go on
-running; `install` puts them all where the prototype had them, on `torch` and `torch.Tensor`.
+`set_memory_budget` is enough: from then on every tensor of this thread can be evicted, and is
+recomputed when an operator needs it. `checkpoint` and related functions exist so that scripts keep
+running; `install` adds them all to `torch` and `torch.Tensor`, as in the prototype.
 
 >>> import torch
 >>> from gradkeep.compat import dtr

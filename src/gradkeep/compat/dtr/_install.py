@@ -1,4 +1,4 @@
-"""The prototype's names where its scripts look for them: on `torch` and `torch.Tensor`."""
+"""Install the prototype's names on `torch` and `torch.Tensor`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ METHODS = (
 )
 _MISSING = object()
 _before: list[tuple[Any, str, Any]] = []
-"""What was there, in the order in which it was replaced."""
+"""Replaced attributes, in the order of replacement."""
 
 
 class InstalledNames:
-    """The names are there; leaving `with`, or `uninstall`, takes them away."""
+    """Context manager of the installed names; exiting it, or `uninstall`, removes them."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,53 +40,66 @@ class InstalledNames:
 
 
 def install() -> InstalledNames:
-    """Put the prototype's functions on `torch` and its methods on `torch.Tensor`.
+    """Add the prototype's functions to `torch` and its methods to `torch.Tensor`.
 
-    On a machine without CUDA what its scripts ask of CUDA is answered too: `.cuda()` leaves tensors
-    and modules where they are, `torch.cuda.Event` is a clock, `torch.cuda.max_memory_allocated` gives
-    live bytes in a budget and 0 without one.
+    Without CUDA, CUDA functions of its scripts are replaced too: `.cuda()` leaves tensors
+    and modules where they are, `torch.cuda.Event` is a clock, `torch.cuda.max_memory_allocated` returns
+    the live bytes within a budget and 0 without one.
 
-    >>> import torch
-    >>> with install():
-    ...     torch.set_memory_budget(1e6)
-    ...     x = torch.ones(4).checkpoint()
-    ...     y = (x * 2).decheckpoint()
-    >>> y.tolist(), hasattr(torch, "set_memory_budget"), hasattr(x, "checkpoint")
-    ([2.0, 2.0, 2.0, 2.0], False, False)
+    Returns:
+        A context manager that removes the names.
+
+    Raises:
+        RematError: If the names exist already.
+
+    Example:
+        >>> import torch
+        >>> with install():
+        ...     torch.set_memory_budget(1e6)
+        ...     x = torch.ones(4).checkpoint()
+        ...     y = (x * 2).decheckpoint()
+        >>> y.tolist(), hasattr(torch, "set_memory_budget"), hasattr(x, "checkpoint")
+        ([2.0, 2.0, 2.0, 2.0], False, False)
     """
     import torch
 
-    from gradkeep.compat.dtr._cuda_stand_ins import stand_ins
+    from gradkeep.compat.dtr._cuda_replacements import cuda_replacements
 
     if _before:
-        raise RematError("the prototype's names are installed already", fix="uninstall() first")
-    wanted: list[tuple[Any, str, Any]] = [
+        raise RematError(
+            "the prototype's names are already installed",
+            code="compat.installed",
+            fix="Call uninstall() first.",
+        )
+    replacements: list[tuple[Any, str, Any]] = [
         (torch, name, getattr(_prototype, name)) for name in FUNCTIONS
     ]
-    wanted += [(torch.Tensor, name, _method(name)) for name in METHODS]
-    taken = [name for owner, name, _ in wanted if hasattr(owner, name)]
+    replacements += [(torch.Tensor, name, _method(name)) for name in METHODS]
+    taken = [name for owner, name, _ in replacements if hasattr(owner, name)]
     if taken:
         raise RematError(
-            f"this torch has names of the prototype already: {', '.join(taken)}",
-            fix="is it the prototype's own build? Then nothing needs to be installed",
+            "torch already has names of the prototype",
+            code="compat.names_taken",
+            found=", ".join(taken),
+            fix="Do not call install() if this is the prototype's own build of torch.",
         )
-    for owner, name, made in (*wanted, *stand_ins()):
+    for owner, name, replacement in (*replacements, *cuda_replacements()):
         _before.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, made)
+        setattr(owner, name, replacement)
     return InstalledNames()
 
 
 def uninstall() -> None:
-    """End the budget and the log, and take all names away again."""
+    """End the budget and the log, and remove all names."""
     try:
         _prototype.end_all()
     finally:
         while _before:
-            owner, name, evicted_hash = _before.pop()
-            if evicted_hash is _MISSING:
+            owner, name, original = _before.pop()
+            if original is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, evicted_hash)
+                setattr(owner, name, original)
 
 
 def _method(name: str) -> Any:
@@ -94,7 +107,7 @@ def _method(name: str) -> Any:
 
     def method(self: Any) -> Any:
         done = function(self)
-        # The prototype's pin gives nothing.
+        # The prototype's pin returns None.
         return None if name == "pin" else done
 
     method.__name__ = name

@@ -1,4 +1,4 @@
-"""The functions of the DTR prototype: budget, times and logs of this thread."""
+"""Functions of the DTR prototype: budget, times and logs of this thread."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DEFAULT_LOG = "default.log"
 
 @dataclass(slots=True, eq=False)
 class PrototypeState:
-    """The runtime in force, and how it is to choose."""
+    """The active runtime and its options."""
 
     online: OnlineRuntime | None = None
     sample: PoolSample = field(default_factory=PoolSample)
-    """What is looked at to choose what to evict."""
+    """Storages that are scored when one is evicted."""
     recorder: Recorder | None = None
     log: Path = Path(DEFAULT_LOG)
     marked: Any = None
-    """Tensors that were told to be checkpoints, held weakly."""
+    """Tensors marked as checkpoints, held weakly."""
     profiling: bool = True
     base: int = 0
-    """Nanoseconds of runtimes that have ended; the others likewise."""
+    """Nanoseconds of finished runtimes, like the following fields."""
     remat: int = 0
     search: int = 0
     copy: int = 0
@@ -45,37 +45,37 @@ STATE = PrototypeState()
 
 
 def base_compute_time() -> int:
-    """Nanoseconds of running every operator once."""
+    """Return the nanoseconds of running every operator once."""
     return STATE.base + (STATE.online.live.base_compute if STATE.online else 0)
 
 
 def remat_compute_time() -> int:
-    """Nanoseconds of running operators again."""
+    """Return the nanoseconds of recomputation."""
     return STATE.remat + (STATE.online.live.remat_compute if STATE.online else 0)
 
 
 def compute_time() -> int:
-    """Nanoseconds of running operators, once and again."""
+    """Return the nanoseconds of all runs of operators."""
     return base_compute_time() + remat_compute_time()
 
 
 def search_time() -> int:
-    """Nanoseconds of choosing what to evict."""
+    """Return the nanoseconds of choosing storages to evict."""
     return STATE.search + (STATE.online.live.search_time if STATE.online else 0)
 
 
 def cost_time() -> int:
-    """Nanoseconds of putting values back; the prototype counted its cost model here."""
+    """Return the nanoseconds of copying values back; the prototype counted its cost model here."""
     return STATE.copy + (STATE.online.live.copy_time if STATE.online else 0)
 
 
 def loop_time() -> int:
-    """Nanoseconds of looping over tensors: all of the search, which here holds no other costs."""
+    """Return the nanoseconds of looping over tensors, which is all of the search here."""
     return search_time()
 
 
 def reset_profile() -> None:
-    """Count from zero."""
+    """Reset all times to zero."""
     STATE.base = STATE.remat = STATE.search = STATE.copy = 0
     if STATE.online is not None:
         live = STATE.online.live
@@ -83,12 +83,16 @@ def reset_profile() -> None:
 
 
 def toggle_profile(on: bool) -> None:
-    """Whether budgets that end add to the times."""
+    """Choose whether budgets that end add to the times.
+
+    Args:
+        on: Add them.
+    """
     STATE.profiling = on
 
 
-def remember(online: OnlineRuntime) -> None:
-    """Add the times of a runtime that has ended."""
+def add_times(online: OnlineRuntime) -> None:
+    """Add the times of a finished runtime."""
     if STATE.profiling:
         live = online.live
         STATE.base += live.base_compute
@@ -98,21 +102,25 @@ def remember(online: OnlineRuntime) -> None:
 
 
 def set_memory_budget(budget: float | str | None) -> None:
-    """Keep the live bytes of this thread's tensors within a budget from now on; None ends it.
+    """Keep the live bytes of this thread's tensors within a budget from now on.
 
     Args:
-        budget: Bytes, as a number or as text such as `"2GiB"`.
+        budget: Bytes, as a number or as text such as `"2GiB"`; None ends the budget.
 
     Raises:
-        BudgetError: The budget is not positive. The same error is raised by a later operator where nothing
-            is left to evict, as the prototype runs out of memory there.
+        BudgetError: If the budget is not positive. A later operator raises it too if no storage can be
+            evicted, where the prototype runs out of memory.
 
     Warns:
-        BudgetWarning: More is recomputed than is worth it: from there on nothing is evicted.
+        BudgetWarning: If recomputation takes too long: from then on nothing is evicted.
     """
     size = None if budget is None else parse_bytes(budget)
     if size is not None and size <= 0:
-        raise BudgetError("a budget must be positive", found=size, fix="None ends a budget")
+        raise BudgetError(
+            f"budget must be positive, got {size}",
+            code="budget.not_positive",
+            fix="Pass None to end a budget.",
+        )
     clear_checkpointpool()
     if size is None:
         return
@@ -128,30 +136,53 @@ def unset_memory_budget() -> None:
 
 
 def clear_checkpointpool() -> None:
-    """Bring everything back and end the budget."""
+    """Restore everything and end the budget."""
     if STATE.recorder is not None and STATE.online is not None:
         raise RematError(
-            "a budget cannot end while what runs in it is logged", fix="toggle_log(False) first"
+            "a budget cannot end while a log is being recorded in it",
+            code="remat.log_active",
+            fix="Call toggle_log(False) first.",
         )
     online, STATE.online = STATE.online, None
     if online is not None:
         online.__exit__(None, None, None)
-        remember(online)
+        add_times(online)
 
 
 def checkpoint(tensor: Tensor) -> Tensor:
-    """The tensor itself: in a budget all are managed."""
+    """Mark a tensor as a checkpoint; within a budget all tensors are managed anyway.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The same tensor.
+    """
     _marked()[tensor] = True
     return tensor
 
 
 def try_checkpoint(tensor: Tensor) -> Tensor:
-    """The same: a tensor that is managed already may be given too."""
+    """Mark a tensor as a checkpoint, even if it is one already.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The same tensor.
+    """
     return checkpoint(tensor)
 
 
 def decheckpoint(tensor: Tensor) -> Tensor:
-    """The tensor, with its bytes in memory and there to stay."""
+    """Bring a tensor into memory and keep it there.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The same tensor.
+    """
     _marked().pop(tensor, None)
     if STATE.online is not None:
         STATE.online.pin(tensor)
@@ -159,14 +190,32 @@ def decheckpoint(tensor: Tensor) -> Tensor:
 
 
 def uncheckpoint(tensor: Tensor) -> Tensor:
-    """The same for a tensor that is a checkpoint; others are refused, as there."""
+    """Bring a checkpoint into memory and keep it there.
+
+    Args:
+        tensor: A checkpoint.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        RematError: If it is not a checkpoint.
+    """
     if not is_checkpoint(tensor):
-        raise RematError("this tensor is no checkpoint", fix="decheckpoint() takes any tensor")
+        raise RematError(
+            "the tensor is not a checkpoint",
+            code="remat.not_a_checkpoint",
+            fix="Use decheckpoint(), which accepts any tensor.",
+        )
     return decheckpoint(tensor)
 
 
 def is_checkpoint(tensor: Tensor) -> bool:
-    """Whether the tensor may be evicted, or was told to be a checkpoint and not otherwise since."""
+    """Return True if the tensor may be evicted, or is marked as a checkpoint.
+
+    Args:
+        tensor: The tensor.
+    """
     if tensor in _marked():
         return True
     if STATE.online is None:
@@ -176,7 +225,14 @@ def is_checkpoint(tensor: Tensor) -> bool:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Never evict a tensor."""
+    """Never evict a tensor.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The same tensor.
+    """
     return decheckpoint(tensor)
 
 
@@ -189,12 +245,20 @@ def _marked() -> Any:
 
 
 def toggle_sampling(on: bool) -> None:
-    """Choose among about 2 sqrt(n) storages in place of all, from now on."""
+    """Choose among about 2 sqrt(n) storages instead of all.
+
+    Args:
+        on: Enable sampling.
+    """
     STATE.sample.sample = on
 
 
 def toggle_ignore_small_tensors(on: bool) -> None:
-    """Never evict storages below 1 % of the mean size, from now on."""
+    """Never evict storages below 1 % of the mean size.
+
+    Args:
+        on: Enable it.
+    """
     STATE.sample.skip_small = on
 
 
@@ -204,21 +268,29 @@ def end_all() -> None:
     clear_checkpointpool()
 
 
-# A tensor that outlives the interpreter's last lines must not be left empty.
+# Tensors that are used at exit must not be empty.
 atexit.register(end_all)
 
 
 def new_log(name: str) -> None:
-    """Logs that begin from now on go to the file `NAME.log`."""
+    """Write logs that begin from now on to the file `NAME.log`.
+
+    Args:
+        name: Name of the log.
+    """
     STATE.log = Path(name if name.endswith(".log") else f"{name}.log")
     if STATE.recorder is not None:
         toggle_log(on=True)
 
 
 def toggle_log(on: bool, *, path: str | os.PathLike[str] | None = None) -> None:
-    """Begin or end a log of what runs, which `gradkeep remat simulate` reads.
+    """Begin or end a log, which `gradkeep remat simulate` reads.
 
-    In a budget the log is that of the step without one: what is run again is not in it.
+    Within a budget the log is that of the step without one: recomputation is not recorded.
+
+    Args:
+        on: Begin a log.
+        path: File to write; the name of `new_log` by default.
     """
     recorder, STATE.recorder = STATE.recorder, None
     if recorder is not None:
@@ -231,6 +303,10 @@ def toggle_log(on: bool, *, path: str | os.PathLike[str] | None = None) -> None:
 
 
 def annotate_log(annotation: str) -> None:
-    """`START` drops what was logged before it; the backward pass is found by itself."""
+    """Annotate the log: `START` discards everything before it. The backward pass is detected automatically.
+
+    Args:
+        annotation: The annotation.
+    """
     if STATE.recorder is not None and annotation == "START":
         toggle_log(on=True, path=STATE.recorder.path)

@@ -1,4 +1,4 @@
-"""`python -m gradkeep.compat.metastore --config ./config.yaml --method ted ...`"""
+"""`python -m gradkeep.compat.metastore --config ./config.yaml --method ted ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradkeep.errors import GradkeepError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one experiment; the flags overwrite what the configuration says, as they always did."""
+    """Run one experiment; flags override the configuration, as in MetaStore."""
     parser = argparse.ArgumentParser(prog="python -m gradkeep.compat.metastore")
     parser.add_argument("--config", default="./config.yaml")
     parser.add_argument("--method", default="ted", help="naive, recon, ted or half")
@@ -29,11 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
         default=True,
         help="gradients of weights alone, as MetaStore's; with --no-weights_only of biases too",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from gradkeep.compat.metastore._config import read
     from gradkeep.compat.metastore._run import run
 
-    flags = vars(given)
+    flags = vars(options)
     try:
         run(read(flags.pop("config"), **flags))
     except GradkeepError as error:
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"metastore: {error.filename or ''}: {error.strerror}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # what is kept is kept: the next run goes on from there
+    except KeyboardInterrupt:  # the next run resumes
         return 130
     return 0
 

@@ -17,27 +17,36 @@ if TYPE_CHECKING:
 def unwrap(
     model: nn.Module, name: str, valid_layer: Sequence[type[nn.Module]]
 ) -> list[tuple[str, nn.Module]]:
-    """The innermost layers of these types with their names, in the model's order.
+    """Find the innermost layers of some types with their names, in the model's order.
 
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Sequential(nn.Linear(4, 2)))
-    >>> [name for name, _ in unwrap(model, "net", [nn.Linear, nn.Conv2d])]
-    ['net_0', 'net_2_0']
+    Args:
+        model: The model.
+        name: Prefix of the names.
+        valid_layer: Types of layers to return.
+
+    Returns:
+        Pairs of name and layer.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Sequential(nn.Linear(4, 2)))
+        >>> [name for name, _ in unwrap(model, "net", [nn.Linear, nn.Conv2d])]
+        ['net_0', 'net_2_0']
     """
     children = list(model.named_children())
     if not children:
         return [(name, model)] if isinstance(model, tuple(valid_layer)) else []
-    found = []
+    layers = []
     for child_name, child in children:
-        found += unwrap(child, f"{name}_{child_name}", valid_layer)
-    return found
+        layers += unwrap(child, f"{name}_{child_name}", valid_layer)
+    return layers
 
 
 def target_layers(experiment: MetaStoreExperiment, network: nn.Module) -> dict[str, str]:
-    """MetaStore's name of each target layer to its path in the model.
+    """Map MetaStore's name of each target layer to its path in the model.
 
-    Such names can mean two layers; that is an error, as is one that means none or another type than
-    `valid_layer_types` allow. Dotted paths are taken too.
+    Raises `CaptureError` if a name matches no layer, two layers, or a type that is not in
+    `valid_layer_types`. Dotted paths are accepted too.
     """
     from torch import nn
 
@@ -48,29 +57,34 @@ def target_layers(experiment: MetaStoreExperiment, network: nn.Module) -> dict[s
     for path in modules:
         known.setdefault("net_" + path.replace(".", "_"), []).append(path)
     where = f"target_model.{experiment.model_name}.target_layers"
-    found: dict[str, str] = {}
+    layers: dict[str, str] = {}
     for name in experiment.target_layers:
         paths = known.get(name, [name] if name in modules else [])
         if not paths:
             there = [layer for layer, _ in unwrap(network, "net", valid)]
             raise CaptureError(
-                f"{where}: no layer {name!r}: {', '.join([*there[:3], '...', *there[-3:]])}",
+                f"{where}: no layer {name!r}",
+                code="compat.no_layer",
                 path=experiment.config,
+                found=", ".join([*there[:3], "...", *there[-3:]]),
                 expected="'net_' and the path of a layer, such as net_conv13",
-                fix="gradkeep.compat.metastore.unwrap(model, 'net', types) lists them",
+                fix="Call gradkeep.compat.metastore.unwrap(model, 'net', types) to list them.",
             )
         if len(paths) > 1:
             raise CaptureError(
-                f"{where}: {name!r} means two layers: {', '.join(paths)}",
+                f"{where}: {name!r} matches two layers",
+                code="compat.ambiguous_layer",
                 path=experiment.config,
-                fix="write the path with dots",
+                found=", ".join(paths),
+                fix="Use the path with dots.",
             )
         if not isinstance(modules[paths[0]], valid):
             raise CaptureError(
                 f"{where}: {name!r} is a {type(modules[paths[0]]).__name__}",
+                code="compat.layer_type",
                 path=experiment.config,
                 expected=f"system.valid_layer_types: {', '.join(experiment.valid_layer_types)}",
-                fix="name a layer of these types, or use gk.capture, which keeps all kinds",
+                fix="Name a layer of these types, or use gk.capture, which supports all types.",
             )
-        found[name] = paths[0]
-    return found
+        layers[name] = paths[0]
+    return layers

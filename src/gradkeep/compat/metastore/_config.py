@@ -1,4 +1,4 @@
-"""MetaStore's configuration file and flags: one block of each kind makes an experiment."""
+"""MetaStore's configuration file and flags: one block of each kind defines an experiment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Io(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _System(msgspec.Struct, forbid_unknown_fields=True):
-    """Literals with one value: MetaStore passes over other values in silence."""
+    """System block; literals with one value, because MetaStore silently ignores others."""
 
     out_dir_base: _Text = "."
     out_result_dir: Any = None
@@ -69,7 +69,7 @@ class _System(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _TargetModel(msgspec.Struct, forbid_unknown_fields=True):
-    """`sizes` and `vocab_file` are ours, the other keys MetaStore's."""
+    """Block of a model; `sizes` and `vocab_file` are gradkeep's, the other keys MetaStore's."""
 
     target_layers: _Names
     model_name: _Text | None = None
@@ -105,15 +105,15 @@ OWN_CHECKPOINTS = {
     "bert": "models/bert_models/agnews_state_dict_finetune_{}_{}.pth",
     "resnet50": "models/resnet50_models/imagenet_state_dict_finetune_{}.pth",
 }
-"""Where MetaStore's program itself looks, whatever `checkpoint_path` says."""
+"""Paths that MetaStore's program itself reads, regardless of `checkpoint_path`."""
 _PART = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingFolder:
-    """The folder that MetaStore is run in, and the one that its configuration lies in.
+    """The folder that MetaStore runs in, and the folder of its configuration.
 
-    A leading slash in a configuration is no root: MetaStore joins paths as text.
+    A leading slash in a configuration does not mean the root: MetaStore joins paths as text.
     """
 
     current: Path
@@ -121,30 +121,30 @@ class WorkingFolder:
 
     @classmethod
     def of(cls, config: Path) -> WorkingFolder:
-        """The current folder, if the configuration lies in it or below; else the configuration's own."""
-        home, here = config.resolve().parent, Path.cwd()
-        return cls(here if home.is_relative_to(here) else home, home)
+        """Return the current folder if the configuration is in or below it, else the configuration's folder."""
+        home, current_folder = config.resolve().parent, Path.cwd()
+        return cls(current_folder if home.is_relative_to(current_folder) else home, home)
 
-    def candidates(self, given: str) -> list[Path]:
-        """Where a path to read may be, the likeliest first.
+    def candidates(self, path: str) -> list[Path]:
+        """Return the possible locations of a path to read, most likely first.
 
         >>> WorkingFolder(Path("run"), Path("run")).candidates("/data/cifar10/")
         [PosixPath('run/data/cifar10'), PosixPath('/data/cifar10')]
         """
-        relative = given.lstrip("/")
-        absolute = [Path(given)] if given.startswith("/") else []
+        relative = path.lstrip("/")
+        absolute = [Path(path)] if path.startswith("/") else []
         places = [self.current / relative, self.config / relative, *absolute]
         return list(dict.fromkeys(places))
 
-    def find(self, given: str) -> Path:
-        """The first candidate that exists; if none does, the first."""
-        places = self.candidates(given)
+    def find(self, path: str) -> Path:
+        """Return the first candidate that exists, else the first one."""
+        places = self.candidates(path)
         return next((place for place in places if place.exists()), places[0])
 
 
 @dataclass(frozen=True, slots=True)
 class MetaStoreExperiment:
-    """One run, with everything that the configuration and the flags say about it."""
+    """One run, as defined by the configuration and the flags."""
 
     config: Path
     folder: WorkingFolder
@@ -156,31 +156,31 @@ class MetaStoreExperiment:
     num_analyzed_samples: int
     num_query: int
     test_indices: tuple[int, ...] | None
-    """The test samples that are asked about; None: the first `num_query`."""
+    """Test samples to query; None for the first `num_query`."""
     batch_size: int
-    """Rows at once: those of the data block, but never more than may wait to be stored."""
+    """Rows per batch, limited by the store batch size."""
     artifacts: Path
     logs: Path
     name: str | None
-    """Keeps gradients and results apart from those of other names."""
+    """Separates gradients and results from those of other names."""
     collect: bool
-    """Whether what is not kept yet is collected, or refused."""
+    """Collect missing gradients instead of raising."""
     weights_only: bool
-    """Whether gradients are those of weights alone, as MetaStore's, or of biases too."""
+    """Use gradients of weights only, as MetaStore does, without biases."""
     encoding: str
     memory_budget: int
     target_epoch: int
     checkpoint: Path | None
     vocabulary: Path
-    """The file of WordPiece tokens, which stands beside Bert's checkpoint."""
+    """File of WordPiece tokens, next to Bert's checkpoint."""
     files: Mapping[str, str]
-    """Where the data is, as the file says it: `data_dir`, or `train_file` and `test_file`."""
+    """Paths of the data as configured: `data_dir`, or `train_file` and `test_file`."""
     sizes: Mapping[str, Any]
-    """Sizes of the model, where the block gives any."""
+    """Sizes of the model from its block."""
     device: str
     seed: int
     merged: Mapping[str, Any] = field(repr=False)
-    """The chosen blocks with the flags in them, as MetaStore writes them beside its results."""
+    """The selected blocks merged with the flags, as MetaStore writes them with its results."""
 
 
 def read(
@@ -195,7 +195,7 @@ def read(
     name: str | None = None,
     weights_only: bool = True,
 ) -> MetaStoreExperiment:
-    """The experiment that a file and the flags describe; what is missing or wrong is named."""
+    """Read the experiment from a file and flags; raise `CaptureError` if something is missing or wrong."""
     content = _read_yaml(path)
     blocks = {name: _mapping(content, name, path) for name in ("system", "target_model", "data")}
     model_values = _named(blocks["target_model"], target_model, "target_model", path)
@@ -205,19 +205,29 @@ def read(
     model = _validated(path, where, model_values, _TargetModel)
     source = _validated(path, f"data.{data}", data_values, _Data)
     if method not in system.valid_methods or method not in METHODS:
-        raise CaptureError(f"no method {method!r}", path=path, expected=", ".join(METHODS))
+        raise CaptureError(
+            f"unknown method {method!r}",
+            code="compat.unknown_method",
+            path=path,
+            expected=", ".join(METHODS),
+        )
     for flag, value in (("num_analyzed_samples", num_analyzed_samples), ("num_query", num_query)):
         if value < 1:
-            raise CaptureError(f"--{flag} must be at least 1", found=value, fix=f"--{flag} 1")
+            raise CaptureError(
+                f"--{flag} must be at least 1, got {value}",
+                code="argument.invalid",
+                fix=f"Pass --{flag} 1 or more.",
+            )
     chosen = None if test_indices is None else parse_indices(test_indices)
     quant, io = system.quant or _Quant(), system.io or _Io()
     folder = WorkingFolder.of(Path(path))
     sizes = model.sizes or {}
     if sizes.get("pooler"):
         raise CaptureError(
-            f"{where}.sizes.pooler: MetaStore's Bert has none, it reads [CLS] itself",
+            f"{where}.sizes.pooler: MetaStore's Bert has no pooler, it reads [CLS] directly",
+            code="compat.pooler",
             path=path,
-            fix="take pooler out; the pooler's weights in a checkpoint are passed over",
+            fix="Remove pooler; the pooler's weights in a checkpoint are ignored.",
         )
     model_name = model.model_name or target_model
     checkpoint = _checkpoint(where, model, model_name, folder)
@@ -240,7 +250,7 @@ def read(
         test_indices=chosen,
         batch_size=min(source.batch_size, io.store_batch_size or io.max_store_batch_size),
         artifacts=folder.current / system.artifacts_store_base,
-        # Joined as text: its own default, "/output/result", was taken for the root of the disk.
+        # Joined as text: its default, "/output/result", would be an absolute path.
         logs=folder.current / system.out_dir_base / "log",
         name=_name(name),
         collect=system.collect_artifacts,
@@ -266,38 +276,56 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
     import yaml
 
     if not Path(path).is_file():
-        raise CaptureError("there is no such configuration", path=path, fix="pass --config FILE")
+        raise CaptureError(
+            "no such configuration",
+            code="compat.no_config",
+            path=path,
+            fix="Pass --config FILE.",
+        )
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        found = " ".join(str(error).split())[:300]
+        details = " ".join(str(error).split())[:300]
         raise CaptureError(
-            "this is not YAML", path=path, found=found, fix="correct the file"
+            "the configuration is not YAML",
+            code="compat.config_syntax",
+            path=path,
+            found=details,
+            fix="Correct the file.",
         ) from None
     if not isinstance(content, Mapping):
         raise CaptureError(
-            "a configuration is a mapping", path=path, expected="system, target_model, data"
+            "the configuration is not a mapping",
+            code="compat.config_not_a_mapping",
+            path=path,
+            expected="system, target_model, data",
         )
     return content
 
 
 def _mapping(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
-    found = content.get(name)
-    if not isinstance(found, Mapping):
-        raise CaptureError(f"no block {name!r}", path=path, expected="system, target_model, data")
-    return found
+    block = content.get(name)
+    if not isinstance(block, Mapping):
+        raise CaptureError(
+            f"no block {name!r}",
+            code="compat.no_block",
+            path=path,
+            expected="system, target_model, data",
+        )
+    return block
 
 
 def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> Mapping[str, Any]:
-    found = block.get(name)
-    if not isinstance(found, Mapping):
+    values = block.get(name)
+    if not isinstance(values, Mapping):
         raise CaptureError(
             f"no {what} {name!r}",
+            code="compat.no_entry",
             path=path,
             expected=", ".join(map(str, block)),
-            fix=f"pass --{what} with one of them, or add the block",
+            fix=f"Pass --{what} with one of them, or add the block.",
         )
-    return found
+    return values
 
 
 def _validated(path: str, where: str, values: Mapping[str, Any], kind: type[Block]) -> Block:
@@ -308,15 +336,16 @@ def _validated(path: str, where: str, values: Mapping[str, Any], kind: type[Bloc
         near = difflib.get_close_matches(unknown[1], kind.__struct_fields__, 1) if unknown else []
         raise CaptureError(
             f"{where}: {error}".replace("`$", f"`{where}"),
+            code="compat.invalid_field",
             path=path,
-            fix=f"did you mean {near[0]}?" if near else "correct the value, or take the key out",
+            fix=f"Did you mean {near[0]}?" if near else "Correct the value, or remove the key.",
         ) from None
 
 
 def _checkpoint(
     where: str, model: _TargetModel, model_name: str, folder: WorkingFolder
 ) -> Path | None:
-    """The file of the epoch: where the key says, or else where MetaStore's program looks."""
+    """Return the file of the epoch: from the key, or else where MetaStore's program looks."""
     own = OWN_CHECKPOINTS.get(model_name.lower())
     template = (
         own if isinstance(model.checkpoint_path, msgspec.UnsetType) else model.checkpoint_path
@@ -329,8 +358,9 @@ def _checkpoint(
     except (IndexError, KeyError, ValueError, AttributeError):
         raise CaptureError(
             f"{where}.checkpoint_path cannot be {short_repr(template)}",
+            code="compat.checkpoint_template",
             expected="a template with {} for the epoch and, after it, {} for the hidden size",
-            fix=f"for example {own!r}",
+            fix=f"Use a template such as {own!r}.",
         ) from None
     _arguments.file_path(f"{where}.checkpoint_path", named, error=CaptureError)
     place = folder.find(named)
@@ -343,14 +373,15 @@ def _name(name: str | None) -> str | None:
     if name is not None and not (short and name.replace("-", "").replace("_", "").isalnum()):
         raise CaptureError(
             f"--name cannot be {_arguments.short_repr(name)}",
+            code="compat.invalid_name",
             expected="at most 40 letters, digits, - or _",
-            fix="--name second",
+            fix="Use a name such as --name second.",
         )
     return name
 
 
 def _free_memory() -> int:
-    """Bytes of memory that could be used now; a guess where the system does not tell."""
+    """Return the available memory in bytes, or 8 GiB if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(line for line in lines if line.startswith("MemAvailable"))
@@ -359,27 +390,31 @@ def _free_memory() -> int:
         return 8 << 30
 
 
-def parse_indices(given: str) -> tuple[int, ...]:
-    """The numbers in a list with commas; `a-b` means all from a to b.
+def parse_indices(text: str) -> tuple[int, ...]:
+    """Parse a comma-separated list of numbers; `a-b` means all from a to b.
 
     >>> parse_indices("3,17,20-23")
     (3, 17, 20, 21, 22, 23)
     """
-    found: dict[int, None] = {}
-    for part in given.split(","):
+    indices: dict[int, None] = {}
+    for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else -1
         if not first <= last < first + 10_000_000:
             raise CaptureError(
-                f"--test_indices cannot be {short_repr(given)}: {short_repr(part)}",
+                f"--test_indices cannot be {short_repr(text)}",
+                code="compat.test_indices",
+                found=short_repr(part),
                 expected="numbers and ranges with commas",
-                fix="for example --test_indices 3,17,20-29",
+                fix="Use a list such as --test_indices 3,17,20-29.",
             )
         for index in range(first, last + 1):
-            if index in found:
+            if index in indices:
                 raise CaptureError(
-                    f"--test_indices names {index} twice", fix="name every test sample once"
+                    f"--test_indices contains {index} twice",
+                    code="compat.test_indices_twice",
+                    fix="Name every test sample once.",
                 )
-            found[index] = None
-    return tuple(found)
+            indices[index] = None
+    return tuple(indices)

@@ -1,4 +1,4 @@
-"""MetaStore's three data sets, numbers and all, as its program feeds them to its models."""
+"""MetaStore's three data sets, preprocessed as its program does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradkeep.compat.metastore._config import WorkingFolder
 
 CIFAR_SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-"""The deviations are means of those of single pictures; over all pixels they are 0.247, 0.243, 0.262."""
+"""The deviations are means over single images; over all pixels they are 0.247, 0.243, 0.262."""
 NEWS = ("World", "Sports", "Business", "Sci/Tech")
 _BATCHES = ("data_batch_1", "test_batch", "data_batch_1.bin", "test_batch.bin")
 _INSIDE = ("", "cifar-10-batches-py", "cifar-10-batches-bin")
@@ -55,17 +55,17 @@ class WordPieceTexts:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Where a data set lies and how it is called: a block of the configuration, or a trainer's flags."""
+    """Name and location of a data set, from a block of the configuration or a trainer's flags."""
 
     name: str
     files: Mapping[str, str]
     folder: WorkingFolder
     vocabulary: Path
-    said_by: str
-    """The file or command that says so, for messages."""
+    origin: str
+    """File or command that defines it, for messages."""
 
     def load(self) -> tuple[Any, Any]:
-        """The training and the test set."""
+        """Load the training and the test set."""
         loaders = {
             "cifar10": self._pictures,
             "agnews": self._news,
@@ -74,25 +74,27 @@ class DataSource:
         load = loaders.get(self.name.lower())
         if load is None:
             raise DataError(
-                f"data.{self.name}.data_name: no such data",
-                path=self.said_by,
+                f"data.{self.name}.data_name: unknown data",
+                code="data.unknown",
+                path=self.origin,
                 expected="cifar10, AGNews, imagenet",
-                fix="for others use gk.capture",
+                fix="Use gk.capture for other data.",
             )
         return load()
 
     def _pictures(self) -> tuple[Any, Any]:
-        """CIFAR-10 from `data_dir` or, as MetaStore's program has it, from `data`."""
-        given = [self.files["data_dir"]] if "data_dir" in self.files else []
-        places = [place for path in (*given, "data") for place in self.folder.candidates(path)]
-        place = next((place for place in places if _holds_cifar(place)), None)
+        """Load CIFAR-10 from `data_dir` or, as MetaStore's program does, from `data`."""
+        configured = [self.files["data_dir"]] if "data_dir" in self.files else []
+        places = [place for path in (*configured, "data") for place in self.folder.candidates(path)]
+        place = next((place for place in places if _has_cifar(place)), None)
         if place is None:
             raise DataError(
-                "data.cifar10.data_dir: CIFAR-10 is not here",
-                path=self.said_by,
+                "data.cifar10.data_dir: CIFAR-10 is missing",
+                code="data.missing",
+                path=self.origin,
                 found=f"nothing in {', '.join(map(str, places))}",
                 expected="cifar-10-batches-py, cifar-10-batches-bin or an .npz file",
-                fix=f"unpack cifar-10-python.tar.gz in {self.folder.current / 'data'}",
+                fix=f"Unpack cifar-10-python.tar.gz in {self.folder.current / 'data'}.",
             )
         train, test = (
             dataclasses.replace(load_cifar10(place, split=split), scaling=CIFAR_SCALING)
@@ -101,8 +103,8 @@ class DataSource:
         return train, test
 
     def _large_pictures(self) -> tuple[Any, Any]:
-        """Pictures of 64 x 64, not normalised, never turned or moved."""
-        place = self._found("data_dir", "./data/imagenet64")
+        """Load images of 64 x 64, not normalized and without augmentation."""
+        place = self._find("data_dir", "./data/imagenet64")
         options = {"resize": _SIDE, "crop": _SIDE, "normalise": False}
         train, test = (
             dataset("imagefolder", place, split=split, **options) for split in ("train", "val")
@@ -110,26 +112,28 @@ class DataSource:
         return train, test
 
     def _news(self) -> tuple[Any, Any]:
-        train = self._found("train_file", "./data/AGNews/train_data.json")
-        test = self._found("test_file", "./data/AGNews/test_data.json")
+        train = self._find("train_file", "./data/AGNews/train_data.json")
+        test = self._find("test_file", "./data/AGNews/test_data.json")
         if train.suffix in (".csv", ".tsv"):
             return dataset("agnews", train), dataset("agnews", test, split="test", vocabulary=train)
         pieces = WordPiece.read(self.vocabulary)
         return _records(train, pieces), _records(test, pieces)
 
-    def _found(self, key: str, default: str) -> Path:
+    def _find(self, key: str, default: str) -> Path:
         place = self.folder.find(self.files.get(key, default))
         if not place.exists():
             tried = ", ".join(map(str, self.folder.candidates(self.files.get(key, default))))
             raise DataError(
-                f"data.{self.name}.{key}: there is nothing at {tried}",
-                path=self.said_by,
-                fix=f"put the data there, or change {key}",
+                f"data.{self.name}.{key}: the data is missing",
+                code="data.missing",
+                path=self.origin,
+                found=f"nothing at {tried}",
+                fix=f"Put the data there, or change {key}.",
             )
         return place
 
 
-def _holds_cifar(place: Path) -> bool:
+def _has_cifar(place: Path) -> bool:
     return place.is_file() or any(
         (place / inside / name).is_file() for inside in _INSIDE for name in _BATCHES
     )
@@ -141,7 +145,7 @@ class _Record(msgspec.Struct):
 
 
 def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
-    """A JSON list of `{"text": ..., "label": 0 to 3}`; other keys are passed over."""
+    """Read a JSON list of `{"text": ..., "label": 0 to 3}`; other keys are ignored."""
     import torch
 
     filled = Annotated[list[_Record], msgspec.Meta(min_length=1)]
@@ -149,10 +153,12 @@ def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
         records = msgspec.json.decode(path.read_bytes(), type=filled)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"the texts cannot be read: {' '.join(str(error).split())[:200]}",
+            "the texts cannot be read",
+            code="data.records",
             path=path,
+            found=" ".join(str(error).split())[:200],
             expected='a JSON list of {"text": ..., "label": ...}',
-            fix="write it with DataFrame.to_json(path, orient='records')",
+            fix="Write it with DataFrame.to_json(path, orient='records').",
         ) from None
     ids, mask = pieces.encode([record.text for record in records], length=32)
     labels = torch.tensor([record.label for record in records])

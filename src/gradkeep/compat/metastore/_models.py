@@ -32,7 +32,7 @@ BERT_BASE: dict[str, Any] = {
     "classes": 4,
 }
 _UNREAD = re.compile(r"bert\.pooler\..*|bert\.embeddings\.(position_ids|token_type_ids)")
-"""What its Bert has in a checkpoint and never uses: it takes [CLS] before the pooler."""
+"""Entries of its Bert checkpoints that are never used: it reads [CLS] before the pooler."""
 _SHAPES: dict[str, dict[str, tuple[str, int]]] = {
     "vgg16": {"width": ("conv1.weight", 0), "classes": ("l1.weight", 0)},
     "resnet50": {"width": ("model_base.conv1.weight", 0), "classes": ("l1.weight", 0)},
@@ -45,15 +45,20 @@ _SHAPES: dict[str, dict[str, tuple[str, int]]] = {
         "classes": ("classifier.weight", 0),
     },
 }
-"""Which dimension of which weight says each size."""
+"""Weight and dimension that determine each size."""
 
 
 class Customized_Bert_Model(BertClassifier):
     """BERT-base whose classifier reads [CLS] directly: logits `[N, num_classes]` of ids `[N, T]`.
 
-    >>> small = Customized_Bert_Model(hidden_size=24, num_classes=2)
-    >>> small.bert.pooler is None, len(small.bert.encoder.layer)
-    (True, 12)
+    Args:
+        hidden_size: Width of the encoder.
+        num_classes: Number of classes.
+
+    Example:
+        >>> small = Customized_Bert_Model(hidden_size=24, num_classes=2)
+        >>> small.bert.pooler is None, len(small.bert.encoder.layer)
+        (True, 12)
     """
 
     def __init__(self, hidden_size: int = 768, num_classes: int = 4) -> None:
@@ -61,19 +66,20 @@ class Customized_Bert_Model(BertClassifier):
 
 
 def build_model(experiment: MetaStoreExperiment, train: Any) -> nn.Module:
-    """The model in the sizes of its checkpoint, with its weights, in eval mode on its device.
+    """Build the model in the sizes of its checkpoint, with its weights, in eval mode on its device.
 
-    Without a checkpoint the weights are random, which is said by a warning.
+    Without a checkpoint the weights are random, with a warning.
     """
     import torch
 
     name = experiment.model_name.lower()
     if name not in MODELS:
         raise CaptureError(
-            f"target_model.{experiment.model_name}.model_name: no such model",
+            f"target_model.{experiment.model_name}.model_name: unknown model",
+            code="compat.unknown_model",
             path=experiment.config,
             expected="VGG16, Bert, ResNet50",
-            fix="for others use gk.capture",
+            fix="Use gk.capture for other models.",
         )
     path = experiment.checkpoint
     state = None if path is None or not path.exists() else _state(path)
@@ -95,7 +101,7 @@ def build_model(experiment: MetaStoreExperiment, train: Any) -> nn.Module:
 
 
 def default_sizes(name: str, train: Any) -> dict[str, Any]:
-    """The sizes that the model has where nothing else says them."""
+    """Return the default sizes of a model."""
     if name != "bert":
         return {"classes": len(train.classes)}
     words = {"vocabulary": max(BERT_BASE["vocabulary"], len(train.vocabulary))}
@@ -103,7 +109,7 @@ def default_sizes(name: str, train: Any) -> dict[str, Any]:
 
 
 def choose_gradients(network: nn.Module, layers: list[str], *, weights_only: bool) -> None:
-    """Let only the target layers have gradients, and of those, if so asked, only the weights."""
+    """Enable gradients for the target layers only, optionally only for weights."""
     network.requires_grad_(False)
     for path in layers:
         layer = network.get_submodule(path)
@@ -112,29 +118,30 @@ def choose_gradients(network: nn.Module, layers: list[str], *, weights_only: boo
 
 
 def _check_vocabulary(experiment: MetaStoreExperiment, train: Any, rows: int) -> None:
-    """Refuse tokens of another vocabulary than the weights were made for: they would mean other words."""
+    """Raise if the vocabulary has another size than the checkpoint: its tokens would mean other words."""
     if len(train.vocabulary) != rows:
         raise CaptureError(
             f"the vocabulary is not that of the checkpoint {experiment.checkpoint}",
+            code="compat.vocabulary",
             path=experiment.vocabulary,
             found=f"{len(train.vocabulary)} tokens",
             expected=f"{rows}, one for each row of bert.embeddings.word_embeddings.weight",
-            fix="put the vocab.txt that the checkpoint was trained with beside it",
+            fix="Put the vocab.txt of the checkpoint's training next to it.",
         )
 
 
 def _state(path: Any) -> Mapping[str, torch.Tensor]:
-    found = {key.removeprefix("module."): value for key, value in load_weights(path).items()}
-    return {key: value for key, value in found.items() if not _UNREAD.fullmatch(key)}
+    state = {key.removeprefix("module."): value for key, value in load_weights(path).items()}
+    return {key: value for key, value in state.items() if not _UNREAD.fullmatch(key)}
 
 
 def _sizes_of(name: str, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes that the shapes of the weights give away; the number of heads does not show."""
-    found = {
+    """Infer sizes from the shapes of the weights; the number of heads cannot be inferred."""
+    sizes = {
         size: int(state[key].shape[dimension])
         for size, (key, dimension) in _SHAPES[name].items()
         if len(getattr(state.get(key), "shape", ())) > dimension
     }
     numbers = [re.match(r"bert\.encoder\.layer\.(\d+)\.", key) for key in state]
     layers = {int(number[1]) for number in numbers if number}
-    return {**found, "layers": len(layers)} if layers else found
+    return {**sizes, "layers": len(layers)} if layers else sizes

@@ -1,4 +1,4 @@
-"""Results of a run: tables and the picture of a sweep."""
+"""Results of a run: tables and the figure of a sweep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds that one layer took."""
+    """Seconds of one layer."""
 
     path: str
     load: float
@@ -32,29 +32,29 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MethodResult:
-    """The answers of one method and what they took."""
+    """Scores of one method and their costs."""
 
     method: str
     scores: np.ndarray[Any, np.dtype[np.float32]]
     """`[Q, N]`"""
     mean: np.ndarray[Any, np.dtype[np.float32]] | None
-    """`[N]`: the products with the mean query, of the methods that MetaStore asks about it."""
+    """`[N]`: products with the mean query, for the methods that MetaStore applies to it."""
     query_ids: np.ndarray[Any, np.dtype[np.int64]]
     train_ids: np.ndarray[Any, np.dtype[np.int64]]
     collect: Mapping[str, float | None]
-    """Seconds per split; None where the gradients were kept before."""
+    """Seconds per split; None if the gradients were stored before."""
     layers: Mapping[str, LayerTime]
     """By MetaStore's names."""
     query_seconds: float
-    """For every query by itself."""
+    """Seconds for all queries, one by one."""
     mean_seconds: float | None
-    """For the mean query."""
+    """Seconds for the mean query."""
     bytes: Mapping[str, int]
-    """On disk, per split."""
+    """Bytes on disk per split."""
 
     @property
     def load(self) -> float:
-        """Seconds to read the kept gradients of the training samples."""
+        """Seconds to read the stored gradients of the training samples."""
         return sum(layer.load for layer in self.layers.values())
 
     @property
@@ -64,7 +64,7 @@ class MethodResult:
 
 
 def write_results(experiment: MetaStoreExperiment, result: MethodResult) -> Path:
-    """Write everything into `log/<date>/<method>_<data>_<samples>_<queries>` and return it."""
+    """Write everything into `log/<date>/<method>_<data>_<samples>_<queries>` and return the folder."""
     import yaml
 
     method = result.method
@@ -98,7 +98,7 @@ def write_results(experiment: MetaStoreExperiment, result: MethodResult) -> Path
 
 
 def _write_pickles(folder: Path, result: MethodResult, total: np.ndarray[Any, Any]) -> None:
-    """Its own files, for scripts that read them: a tensor `[N]` and dictionaries of seconds."""
+    """Write MetaStore's own files, for scripts that read them: a tensor `[N]` and dictionaries of seconds."""
     import torch
 
     files: dict[str, Any] = {
@@ -117,11 +117,11 @@ def _write_pickles(folder: Path, result: MethodResult, total: np.ndarray[Any, An
             pickle.dump(value, file)
 
 
-_COLOURS = {"load": "#56b4e9", "compute": "#0072b2", "bytes": "#009e73", "mean": "#d55e00"}
+_COLORS = {"load": "#56b4e9", "compute": "#0072b2", "bytes": "#009e73", "mean": "#d55e00"}
 
 
 def draw_sweep(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
-    """Write `sweep.png` and `sweep.svg`; nothing where no method could be run."""
+    """Write `sweep.png` and `sweep.svg`; nothing if no method ran."""
     done = [row for row in rows if not row.error]
     if not done:
         return []
@@ -137,8 +137,8 @@ def _figure(rows: Sequence[SweptMethod]) -> Any:
         _panels(axes[0][column], axes[1][column], own)
         data, model, samples, queries = case
         axes[0][column].set_title(f"{model}, {data}\n{samples} samples, {queries} queries")
-    axes[0][0].set_ylabel("seconds, every query by itself")
-    axes[1][0].set_ylabel("bytes kept of the samples")
+    axes[0][0].set_ylabel("seconds, one query at a time")
+    axes[1][0].set_ylabel("stored bytes of the samples")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -148,21 +148,21 @@ def _panels(above: Any, below: Any, rows: Sequence[SweptMethod]) -> None:
     names = [row.method for row in rows]
     load = [row.load_seconds or 0.0 for row in rows]
     compute = [row.compute_seconds or 0.0 for row in rows]
-    above.bar(names, load, color=_COLOURS["load"], label="load")
-    whole = above.bar(names, compute, bottom=load, color=_COLOURS["compute"], label="compute")
+    above.bar(names, load, color=_COLORS["load"], label="load")
+    whole = above.bar(names, compute, bottom=load, color=_COLORS["compute"], label="compute")
     both = [a + b for a, b in zip(load, compute, strict=True)]
     above.bar_label(whole, [f"{value:.3g}" for value in both], fontsize=9)
-    asked = [(at, row) for at, row in enumerate(rows) if row.mean_query_seconds is not None]
+    measured = [(at, row) for at, row in enumerate(rows) if row.mean_query_seconds is not None]
     above.plot(
-        [at for at, _ in asked],
-        [row.mean_query_seconds for _, row in asked],
+        [at for at, _ in measured],
+        [row.mean_query_seconds for _, row in measured],
         "D",
-        color=_COLOURS["mean"],
+        color=_COLORS["mean"],
         label="one product with the mean query",
     )
     above.margins(y=0.12)  # room for the numbers on top
     sizes = [row.train_bytes or 0 for row in rows]
-    bars = below.bar(names, sizes, color=_COLOURS["bytes"])
+    bars = below.bar(names, sizes, color=_COLORS["bytes"])
     below.bar_label(bars, [format_size(size) for size in sizes], fontsize=9)
     # Whole gradients take hundreds of times the bytes of factors.
     below.set_yscale("log")

@@ -1,4 +1,4 @@
-"""One experiment: collect, load, compute, and write down how long each took."""
+"""Run one experiment: collect, load and compute, and measure the time of each."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 AVERAGED = ("half", "recon")
-"""The methods that MetaStore asks about the mean; it adds up the answers of the others."""
+"""Methods that MetaStore applies to the mean query; it sums the results of the others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """The training or the test samples of an experiment, and what their capture is called."""
+    """Training or test samples of an experiment, and the key of their capture."""
 
     split: str
     data: Any
@@ -44,7 +44,7 @@ class _Side:
 
 
 def run(experiment: MetaStoreExperiment) -> Path:
-    """Collect what is missing, answer the queries, and return the folder with results and times.
+    """Collect missing gradients, answer the queries, and return the folder with results and times.
 
     `scores.npz` holds every product `[Q, N]` with the ids, and `total`, their sum over the
     queries. All methods give the same numbers: the gradients of each sample's own loss, unscaled.
@@ -53,7 +53,7 @@ def run(experiment: MetaStoreExperiment) -> Path:
 
 
 def measure(experiment: MetaStoreExperiment) -> tuple[Path, MethodResult]:
-    """The same, with what was written."""
+    """Run an experiment; return the folder and the written result."""
     train, test = DataSource(
         experiment.data_name,
         experiment.files,
@@ -70,7 +70,7 @@ def measure(experiment: MetaStoreExperiment) -> tuple[Path, MethodResult]:
     rows = _train_side(experiment, train, layers)
     queries = _test_side(experiment, test, layers)
     if experiment.collect or not store.has(rows.key):
-        _check_room(experiment, store, network, rows)
+        _check_disk_space(experiment, store, network, rows)
     collected = {
         side.split: _collect(experiment, store, network, list(layers.values()), side)
         for side in (rows, queries)
@@ -79,15 +79,20 @@ def measure(experiment: MetaStoreExperiment) -> tuple[Path, MethodResult]:
     times: dict[str, LayerTime] = {}
     total: Any = 0.0
     for name, path in layers.items():
-        asked, kept = (_gradients(store, side, path) for side in (queries, rows))
-        loading = _timed(lambda kept=kept: _read(kept))[0]
-        whole, found = _timed(
-            lambda asked=asked, kept=kept: gk.query.dot(
-                asked, kept, compute=experiment.method, memory_budget=experiment.memory_budget
+        query_gradients, train_gradients = (
+            _gradients(store, side, path) for side in (queries, rows)
+        )
+        loading = _timed(lambda train_gradients=train_gradients: _read(train_gradients))[0]
+        whole, scores = _timed(
+            lambda query_gradients=query_gradients, train_gradients=train_gradients: gk.query.dot(
+                query_gradients,
+                train_gradients,
+                compute=experiment.method,
+                memory_budget=experiment.memory_budget,
             )
         )
         times[name] = LayerTime(path, loading, max(0.0, whole - loading))
-        total = total + found.values.numpy()
+        total = total + scores.values.numpy()
         print(f"{path}: load {loading:.3f} s, compute {times[name].compute:.3f} s")
     query_seconds = time.perf_counter() - started
     mean_seconds, mean = _mean(experiment, store, queries, rows)
@@ -111,10 +116,10 @@ def measure(experiment: MetaStoreExperiment) -> tuple[Path, MethodResult]:
 def _mean(
     experiment: MetaStoreExperiment, store: gk.Store, queries: _Side, rows: _Side
 ) -> tuple[float | None, Any]:
-    """What MetaStore asks `half` and `recon`, the mean of all queries `[N]`, with its seconds."""
+    """Return seconds and scores `[N]` of the mean query, for `half` and `recon` as in MetaStore."""
     if experiment.method not in AVERAGED:
         return None, None
-    seconds, found = _timed(
+    seconds, scores = _timed(
         lambda: mean_query(
             experiment.method,
             _gradients(store, queries, None),
@@ -122,28 +127,28 @@ def _mean(
             memory_budget=experiment.memory_budget,
         )
     )
-    return seconds, found.numpy()
+    return seconds, scores.numpy()
 
 
 def mean_query(
     method: str, queries: Gradients, rows: Gradients, *, memory_budget: int
 ) -> torch.Tensor:
-    """Products `[N]` with the mean query: by `half` from factors, by `recon` from gradients made again.
+    """Return products `[N]` with the mean query: `half` from factors, `recon` from restored gradients.
 
-    Cost: one pass over the kept rows, whatever the number of queries.
+    Cost: one pass over the stored rows, regardless of the number of queries.
     """
     directions = gk.query.mean(queries, memory_budget=memory_budget)
     if method == "half":
         return gk.query.along(rows, directions, memory_budget=memory_budget)[0]
     at_once = max(1, memory_budget // (8 * rows.size))
-    found = []
+    parts = []
     for some in rows.stream(at_once):
         total = torch.zeros(some.stop - some.start)
         for name, form in rows.forms.items():
             gradients = form.restore(some.factors[name].widened())
             total += (gradients @ directions.layers[name][0].to(gradients.dtype)).float()
-        found.append(total)
-    answer = torch.cat(found)
+        parts.append(total)
+    answer = torch.cat(parts)
     slopes = rows.slopes()
     return answer if slopes is None else answer * slopes
 
@@ -161,18 +166,19 @@ def _test_side(experiment: MetaStoreExperiment, data: Any, layers: dict[str, str
     outside = [index for index in chosen if index >= len(data)]
     if outside:
         raise CaptureError(
-            f"--test_indices: there is no test sample {outside[0]}",
+            f"--test_indices: no test sample {outside[0]}",
+            code="compat.no_test_sample",
             path=experiment.config,
             expected=f"0 to {len(data) - 1}",
-            fix="leave out what is not there",
+            fix="Remove it from --test_indices.",
         )
     return _side(experiment, "test", data, chosen, layers)
 
 
-def _available(split: str, data: Any, wanted: int) -> int:
-    if wanted > len(data):
-        print(f"{split}: {wanted} samples were asked for, there are {len(data)}")
-    return min(wanted, len(data))
+def _available(split: str, data: Any, count: int) -> int:
+    if count > len(data):
+        print(f"{split}: {count} samples were requested, {len(data)} are available")
+    return min(count, len(data))
 
 
 def _side(
@@ -182,11 +188,11 @@ def _side(
     positions: range | tuple[int, ...],
     layers: dict[str, str],
 ) -> _Side:
-    """What is kept of other epochs, layers, parameters or samples has another name."""
-    told = [*layers.values(), f"weights only: {experiment.weights_only}"]
+    """Name the capture: other epochs, layers, parameters or samples have other names."""
+    facts = [*layers.values(), f"weights only: {experiment.weights_only}"]
     if not isinstance(positions, range):
-        told.append(f"samples {positions}")
-    digest = xxhash.xxh3_64_hexdigest("\n".join(told).encode())[:8]
+        facts.append(f"samples {positions}")
+    digest = xxhash.xxh3_64_hexdigest("\n".join(facts).encode())[:8]
     name = f"{_storage(experiment)}-{experiment.encoding}-{len(positions)}-{digest}"
     return _Side(
         split,
@@ -209,15 +215,15 @@ def _collect(
     layers: list[str],
     side: _Side,
 ) -> float | None:
-    """Seconds that collecting took; None where the gradients were there already."""
+    """Return the seconds of collecting; None if the gradients were stored before."""
     from torch.utils.data import DataLoader, Subset
 
     if side.split == "train" and not experiment.collect:
-        _check_kept(experiment, store, network, side)
+        _check_stored_gradients(experiment, store, network, side)
         return None
     chosen = not isinstance(side.positions, range)
     try:
-        seconds, kept = _timed(
+        seconds, captured = _timed(
             lambda: gk.capture(
                 store,
                 network,
@@ -238,60 +244,64 @@ def _collect(
         if not store.has(side.key) and not isinstance(error, SchemaMismatchError | ConflictError):
             raise
         raise _other_weights(error, side) from error
-    print(f"collect {kept}")
-    return seconds if kept.rows > kept.reused_rows else None
+    print(f"collect {captured}")
+    return seconds if captured.rows > captured.reused_rows else None
 
 
-def _check_kept(
+def _check_stored_gradients(
     experiment: MetaStoreExperiment, store: gk.Store, network: nn.Module, side: _Side
 ) -> None:
-    """Refuse to go on with gradients that are not there, or of another checkpoint."""
-    fix = "set system.collect_artifacts: true for one run"
+    """Raise if the gradients are missing or of another checkpoint."""
+    fix = "Set system.collect_artifacts: true for one run"
     try:
-        kept = _gradients(store, side, None)
+        gradients = _gradients(store, side, None)
     except GradkeepError:
         raise CaptureError(
             f"system.collect_artifacts is false, and the gradients of {side.key.checkpoint} are not "
-            "kept (wholly) for these layers and samples",
+            "completely stored for these layers and samples",
+            code="compat.gradients_missing",
             path=experiment.config,
             found=f"no {side.key.folder} in {store.location}",
-            fix=fix,
+            fix=f"{fix}.",
         ) from None
-    if kept.weights != fingerprint_weights(network):
+    if gradients.weights != fingerprint_weights(network):
         raise CaptureError(
-            "system.collect_artifacts is false, and the kept gradients are of other weights",
+            "system.collect_artifacts is false, and the stored gradients are of other weights",
+            code="compat.other_weights",
             path=experiment.config,
-            found=f"{experiment.checkpoint} has changed since they were kept",
-            fix=f"{fix}, with another --name",
+            found=f"{experiment.checkpoint} has changed since they were stored",
+            fix=f"{fix}, with another --name.",
         )
 
 
 def _other_weights(error: GradkeepError, side: _Side) -> GradkeepError:
     return CaptureError(
-        f"what is kept of {side.split} at {side.key.checkpoint} was made by another checkpoint, "
-        f"model or data: {error.message}",
+        f"the stored gradients of {side.split} at {side.key.checkpoint} are of another checkpoint, "
+        f"model or data ({error.message})",
+        code="compat.other_capture",
         path=error.path,
         found=error.found,
         expected=error.expected,
-        fix="pass --name NEW to keep these beside the old ones, or delete the store",
+        fix="Pass --name NEW to store these next to the old ones, or delete the store.",
     )
 
 
-def _check_room(
+def _check_disk_space(
     experiment: MetaStoreExperiment, store: gk.Store, network: nn.Module, rows: _Side
 ) -> None:
-    """Refuse whole gradients that the disk cannot hold before hours are spent on them."""
+    """Raise if the disk cannot hold dense gradients, before they are computed."""
     if _storage(experiment) != "dense" or store.has(rows.key):
         return
     each = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    wanted = 4 * each * len(rows.positions)
+    needed = 4 * each * len(rows.positions)
     free = shutil.disk_usage(experiment.artifacts).free
-    if wanted > free:
+    if needed > free:
         raise CaptureError(
-            f"naive keeps whole gradients, and the disk of {experiment.artifacts} is too small",
+            f"naive stores dense gradients, and the disk of {experiment.artifacts} is too small",
+            code="compat.disk_too_small",
             found=f"{free / 1e9:.1f} GB free",
-            expected=f"{wanted / 1e9:.1f} GB for {len(rows.positions)} samples",
-            fix="fewer --num_analyzed_samples or target_layers; or ted, half or recon",
+            expected=f"{needed / 1e9:.1f} GB for {len(rows.positions)} samples",
+            fix="Reduce --num_analyzed_samples or target_layers, or use ted, half or recon.",
         )
 
 
@@ -317,5 +327,5 @@ def _read(side: Gradients) -> None:
 
 def _timed(function: Any) -> tuple[float, Any]:
     started = time.perf_counter()
-    found = function()
-    return time.perf_counter() - started, found
+    result = function()
+    return time.perf_counter() - started, result

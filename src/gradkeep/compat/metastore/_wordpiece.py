@@ -1,4 +1,4 @@
-"""WordPiece as bert-base-uncased has it: lower case without accents, then the longest known pieces."""
+"""WordPiece of bert-base-uncased: lower case without accents, then the longest known pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True, slots=True)
 class WordPiece:
-    """The tokens of a vocabulary file and their numbers, which are the numbers of its lines.
+    """Tokens of a vocabulary file; their ids are the line numbers.
 
     >>> pieces = WordPiece(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing", "."))
     >>> pieces.tokens("Playing chess.")
@@ -40,7 +40,8 @@ class WordPiece:
         missing = [token for token in _SPECIAL[:4] if token not in numbers]
         if missing or numbers["[PAD]"] != 0:
             raise DataError(
-                "this is no WordPiece vocabulary",
+                "the file is not a WordPiece vocabulary",
+                code="data.vocabulary",
                 found=f"without {', '.join(missing)}" if missing else "[PAD] is not the first",
                 expected="one token per line, [PAD] first, with [UNK], [CLS] and [SEP]",
             )
@@ -54,48 +55,50 @@ class WordPiece:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> WordPiece:
-        """The vocabulary in a file such as `vocab.txt` of bert-base-uncased."""
+        """Read a file such as `vocab.txt` of bert-base-uncased."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
                 "the WordPiece vocabulary cannot be read",
+                code="data.vocabulary_unreadable",
                 path=path,
                 found=error.strerror if isinstance(error, OSError) else "no UTF-8",
                 expected="one token per line, as in vocab.txt of bert-base-uncased",
-                fix="put vocab.txt beside Bert's checkpoint, or name it as vocab_file of the model",
+                fix="Put vocab.txt next to Bert's checkpoint, or set vocab_file of the model.",
             ) from None
         try:
-            # Not splitlines(), which also cuts at rare signs that are tokens.
+            # Not splitlines(), which also splits at rare characters that are tokens.
             return cls(tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n")))
         except DataError as error:
             raise DataError(
                 error.message,
+                code=error.code,
                 path=path,
                 found=error.found,
                 expected=error.expected,
-                fix="take the vocab.txt that the checkpoint was trained with",
+                fix="Use the vocab.txt of the checkpoint's training.",
             ) from None
 
     def __len__(self) -> int:
         return len(self.vocabulary)
 
     def encode(self, texts: Sequence[str], *, length: int) -> tuple[Ids, Ids]:
-        """Ids and attention mask `[N, length]`, cut as MetaStore cuts: a long text loses its [SEP].
+        """Return ids and attention mask `[N, length]`, truncated as in MetaStore: a long text loses its [SEP].
 
-        It first cuts to 512 with [CLS] and [SEP], then takes the first `length`.
+        It first truncates to 512 with [CLS] and [SEP], then takes the first `length`.
         """
         ids = np.zeros((len(texts), length), np.int64)
         mask = np.zeros((len(texts), length), np.int64)
         for row, encoding in enumerate(self._tokenizer.encode_batch(list(texts))):
             numbers = encoding.ids
             # The positions that the model has.
-            found = [*numbers[:1], *numbers[1:-1][: 512 - 2], *numbers[-1:]][:length]
-            ids[row, : len(found)] = found
-            mask[row, : len(found)] = 1
+            tokens = [*numbers[:1], *numbers[1:-1][: 512 - 2], *numbers[-1:]][:length]
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
         return ids, mask
 
     def tokens(self, text: str) -> list[str]:
-        """The pieces of a text, without [CLS] and [SEP] around them."""
+        """Return the pieces of a text, without [CLS] and [SEP]."""
         tokens: list[str] = self._tokenizer.encode(text, add_special_tokens=False).tokens
         return tokens

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from gradkeep.compat.metastore._config import MetaStoreExperiment
 
 PAIRS = {"cifar10": "VGG16", "AGNews": "Bert", "imagenet": "ResNet50"}
-"""Which model MetaStore asks about each data set."""
+"""Model of each data set in MetaStore's experiments."""
 SWEPT_METHODS = ("ted", "half", "recon", "naive")
 
 
 @dataclass(frozen=True, slots=True)
 class MethodSweep:
-    """Which experiments are run, one after the other."""
+    """Experiments to run, one after the other."""
 
     config: str
     data: Sequence[str] = tuple(PAIRS)
@@ -35,22 +35,23 @@ class MethodSweep:
     weights_only: bool = True
 
     def __post_init__(self) -> None:
-        for what, given, known in (
+        for what, names, known in (
             ("data", self.data, PAIRS),
             ("methods", self.methods, SWEPT_METHODS),
         ):
-            wrong = [word for word in given if word not in known]
-            if wrong or not given:
+            wrong = [word for word in names if word not in known]
+            if wrong or not names:
                 raise CaptureError(
-                    f"--{what}: there is no {wrong[0]!r}" if wrong else f"--{what} names nothing",
+                    f"--{what}: unknown name {wrong[0]!r}" if wrong else f"--{what} is empty",
+                    code="compat.unknown_name" if wrong else "compat.empty_list",
                     expected=", ".join(known),
-                    fix="name some of them, with commas",
+                    fix="Pass some of them, separated by commas.",
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class SweptMethod:
-    """What one method took on one data set; the numbers are None where it could not be run."""
+    """Costs of one method on one data set; numbers are None if it could not run."""
 
     data: str
     model: str
@@ -58,43 +59,43 @@ class SweptMethod:
     queries: int
     method: str
     collect_seconds: float | None = None
-    """None also where the gradients were kept before, as ted, half and recon share theirs."""
+    """None also if the gradients were stored before: ted, half and recon share them."""
     load_seconds: float | None = None
     compute_seconds: float | None = None
     query_seconds: float | None = None
-    """From the first byte read to the last product, for every query by itself."""
+    """From the first byte read to the last product, for all queries one by one."""
     mean_query_seconds: float | None = None
-    """The same for one product with the mean query, which is what MetaStore asks half and recon."""
+    """The same for one product with the mean query, which MetaStore uses for half and recon."""
     train_bytes: int | None = None
     error: str = ""
 
 
 def sweep(plan: MethodSweep) -> Iterator[SweptMethod]:
-    """Run everything; what fails is told in its row, and the rest goes on.
+    """Run everything; a failure is reported in its row, and the rest continues.
 
-    What is wrong with the configuration itself is an error before anything runs.
+    Errors of the configuration itself are raised before anything runs.
     """
     from gradkeep.compat.metastore._run import measure
 
     for case, experiment in _experiments(plan):
         try:
-            found = measure(experiment)[1]
+            result = measure(experiment)[1]
         except GradkeepError as error:
             yield replace(case, error=str(error))
             continue
         yield replace(
             case,
-            collect_seconds=found.collect["train"],
-            load_seconds=found.load,
-            compute_seconds=found.compute,
-            query_seconds=found.query_seconds,
-            mean_query_seconds=found.mean_seconds,
-            train_bytes=found.bytes["train"],
+            collect_seconds=result.collect["train"],
+            load_seconds=result.load,
+            compute_seconds=result.compute,
+            query_seconds=result.query_seconds,
+            mean_query_seconds=result.mean_seconds,
+            train_bytes=result.bytes["train"],
         )
 
 
 def _experiments(plan: MethodSweep) -> list[tuple[SweptMethod, MetaStoreExperiment]]:
-    found = []
+    experiments = []
     for data, samples, queries, method in product(
         plan.data, plan.samples, plan.queries, plan.methods
     ):
@@ -108,12 +109,12 @@ def _experiments(plan: MethodSweep) -> list[tuple[SweptMethod, MetaStoreExperime
             name=plan.name,
             weights_only=plan.weights_only,
         )
-        found.append((SweptMethod(data, PAIRS[data], samples, queries, method), experiment))
-    return found
+        experiments.append((SweptMethod(data, PAIRS[data], samples, queries, method), experiment))
+    return experiments
 
 
 def sweep_table(rows: Sequence[SweptMethod]) -> str:
-    """The rows for people."""
+    """Format the rows as a text table."""
 
     def seconds(value: float | None, missing: str) -> str:
         return missing if value is None else f"{value:.3f}"
@@ -149,7 +150,7 @@ def write_table(rows: Sequence[SweptMethod], folder: Path) -> Path:
 
 
 def write_pictures(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
-    """Write `sweep.png` and `sweep.svg` and return them; nothing where no method could be run."""
+    """Write `sweep.png` and `sweep.svg` and return them; nothing if no method ran."""
     from gradkeep.compat.metastore._results import draw_sweep
 
     return draw_sweep(rows, folder)

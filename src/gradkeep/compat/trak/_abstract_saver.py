@@ -1,4 +1,4 @@
-"""The base of savers as the released package has it."""
+"""The base class of savers, as in the released package."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _ID = re.compile(r"id_(-?\d+)\.json")
 
 
 class ModelIDException(Exception):
-    """A model id that is unknown, taken, not complete or not finalized."""
+    """A model id is unknown, taken, incomplete or not finalized."""
 
 
 class AbstractSaver(ABC):
-    """What keeps results; subclass it to keep them elsewhere.
+    """Base class of savers; subclass it to store results elsewhere.
 
     A subclass fills `current_store` with arrays `grads` and `features` `[n, k]`, `out_to_loss`
     and `is_featurized` `[n, 1]`, `NAME_grads` `[m, k]` and `NAME_scores` `[n, m]`, which are
     assigned to. `save_dir` has `metadata.json`, `experiments.json` and an `id_N.json` per model id:
-    the first two are made here, replaced as a whole, and read again on opening.
+    the first two are written here, atomically, and read again on opening.
     """
 
     @abstractmethod
@@ -64,25 +64,25 @@ class AbstractSaver(ABC):
         (self.save_dir / "scores").mkdir(parents=True, exist_ok=True)
         self._open_documents()
         if load_from_save_dir:
-            self._tell()
+            self._log_contents()
 
     @abstractmethod
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Make room for a new model id."""
+        """Register a new model id."""
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Commit what is known about the current model id."""
+        """Commit the state of the current model id."""
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
-        """Make the arrays of a model id."""
+        """Create the arrays of a model id."""
 
     @abstractmethod
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """Make or open the arrays of an experiment at a model id."""
+        """Create or open the arrays of an experiment at a model id."""
 
     @abstractmethod
     def load_current_store(
@@ -92,7 +92,7 @@ class AbstractSaver(ABC):
         exp_num_targets: int | None = -1,
         mode: str = "r+",
     ) -> None:
-        """Make a model id, and an experiment, the current ones."""
+        """Set the current model id and experiment."""
 
     @abstractmethod
     def save_scores(self, exp_name: str) -> None:
@@ -103,22 +103,23 @@ class AbstractSaver(ABC):
         """Delete the gradients of a model id."""
 
     def _open_documents(self) -> None:
-        """Check the settings against those that are there, and read ids and experiments."""
+        """Compare the settings with the stored ones, and read ids and experiments."""
         known = self._document(self.metadata_file, cut_off="raise")
-        told = {name: str(value) for name, value in self.metadata.items()}
+        settings = {name: str(value) for name, value in self.metadata.items()}
         if known is None:
             _replace(self.metadata_file, self.metadata)
-        elif (begun := {name: str(value) for name, value in known.items()}) != told:
-            names = sorted(set(begun) | set(told))
+        elif (stored := {name: str(value) for name, value in known.items()}) != settings:
+            names = sorted(set(stored) | set(settings))
             raise AttributionError(
-                "the folder was begun with other settings",
+                "the folder was created with other settings",
+                code="compat.other_settings",
                 path=self.metadata_file,
                 found="; ".join(
-                    f"{name}: stored {begun.get(name)!r}, asked for {told.get(name)!r}"
+                    f"{name}: stored {stored.get(name)!r}, requested {settings.get(name)!r}"
                     for name in names
-                    if begun.get(name) != told.get(name)
+                    if stored.get(name) != settings.get(name)
                 ),
-                fix="use the same settings, or another save_dir",
+                fix="Use the same settings, or another save_dir.",
             )
         experiments = self._document(self.experiments_file)
         if experiments is None:
@@ -127,37 +128,38 @@ class AbstractSaver(ABC):
             return
         self.experiments.update(experiments or {})
         for path in sorted(self.save_dir.glob("id_*.json")):
-            if found := _ID.fullmatch(path.name):
+            if match := _ID.fullmatch(path.name):
                 fresh = {"is_featurized": 0, "is_finalized": 0}
-                state = (self._document(path) or {}).get(found[1], fresh)
-                self.model_ids[int(found[1])] = dict(state)
+                state = (self._document(path) or {}).get(match[1], fresh)
+                self.model_ids[int(match[1])] = dict(state)
 
     def _document(
         self, path: Path, *, cut_off: Literal["raise", "forget"] = "forget"
     ) -> dict[str, Any] | None:
-        """What a document says; None if it is not there, or was being written in a crash."""
+        """Read a document; return None if it is missing or was truncated by a crash."""
         try:
             text = path.read_text()
         except FileNotFoundError:
             return None
         try:
-            said = json.loads(text)
+            content = json.loads(text)
         except ValueError:
-            said = None
-        if isinstance(said, dict):
-            return said
+            content = None
+        if isinstance(content, dict):
+            return content
         if cut_off == "raise":
             raise AttributionError(
-                "the settings of these results cannot be read: no JSON object",
+                "the settings of the results are not a JSON object",
+                code="compat.settings_unreadable",
                 path=path,
-                fix="use another save_dir; or, if the settings are the same, delete this file",
+                fix="Use another save_dir or, if the settings are the same, delete this file.",
             )
-        # A saver that writes in place leaves half a document when it is killed. What it says is
-        # told by the arrays again; what they hold is not touched.
-        self.logger.warning("%s was cut off: going on without what it said", path)
+        # A saver that writes in place leaves a truncated document when it is killed. Its contents
+        # are recovered from the arrays, which are intact.
+        self.logger.warning("%s is truncated and ignored", path)
         return None
 
-    def _tell(self) -> None:
+    def _log_contents(self) -> None:
         ids = sorted(self.model_ids)
         finalized = [number for number in ids if self.model_ids[number]["is_finalized"]]
         self.logger.info("Existing model IDs in %s: %s", self.save_dir, ids or "none")
@@ -166,12 +168,12 @@ class AbstractSaver(ABC):
             self.logger.info("Existing TRAK scores: %s: %s", name, about.get("scores_path"))
 
 
-def _replace(path: Path, said: Mapping[str, Any]) -> None:
-    """Write a document that is there as a whole or not at all."""
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a document atomically."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temp.open("w") as file:
-            json.dump(said, file, default=str)
+            json.dump(content, file, default=str)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temp, path)
@@ -180,23 +182,24 @@ def _replace(path: Path, said: Mapping[str, Any]) -> None:
 
 
 class MissingTargetsError(AttributionError):
-    """Targets of an experiment that were never scored at a model id."""
+    """Targets of an experiment were not scored at a model id."""
 
     def __init__(self, exp_name: str, model_id: int, missing: list[int]) -> None:
         some = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
         super().__init__(
             f"{len(missing)} targets of experiment {exp_name!r} were not scored at model id "
             f"{model_id}",
+            code="compat.missing_targets",
             found=f"no gradients of targets {some}",
-            fix="score them, or pass allow_skip=True to leave this model id out",
+            fix="Score them, or pass allow_skip=True to skip this model id.",
         )
 
 
 _EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,59}")
 
 
-def checked_experiment(exp_name: str) -> str:
-    """The name, if it can be one."""
+def validate_experiment(exp_name: str) -> str:
+    """Return the name, or raise `ValueError`."""
     if not isinstance(exp_name, str) or not _EXPERIMENT.fullmatch(exp_name):
         raise ValueError(
             f"{exp_name!r} cannot name an experiment: use 1 to 60 letters, digits or _ . + = @ -, "
@@ -205,9 +208,9 @@ def checked_experiment(exp_name: str) -> str:
     return exp_name
 
 
-def checked_model_id(model_id: Any) -> int:
-    """The id as a whole number."""
+def validate_model_id(model_id: Any) -> int:
+    """Return the id as an integer, or raise `TypeError`."""
     try:
         return operator.index(model_id)
     except TypeError:
-        raise TypeError(f"a model id must be a whole number, not {model_id!r}") from None
+        raise TypeError(f"model_id must be an integer, got {model_id!r}") from None

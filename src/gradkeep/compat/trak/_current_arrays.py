@@ -1,4 +1,4 @@
-"""`current_store`: arrays that can be read like any, and assigned to without losing anything."""
+"""`current_store`: arrays that can be read and assigned to durably."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.compat.trak._features import Ridge, features_of
+from gradkeep.compat.trak._features import Ridge, iter_features
 from gradkeep.compat.trak._rows import RowLog
 from gradkeep.errors import AttributionError
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellSource:
-    """Where the values of an array are, and where assignments to it go."""
+    """Source of an array's values, and target of assignments to it."""
 
     shape: tuple[int, int]
     version: object
-    """What is another when values were put or assigned since."""
+    """Changes when values were put or assigned."""
     fill: Callable[[Any], None]
-    """Write what is there into an array of NaN, or of zeros if it has whole numbers."""
+    """Write the values into an array of NaN, or of zeros for integers."""
     assign: Callable[[Ids, Any], None]
-    """Keep these rows, durably, or raise."""
+    """Store rows durably, or raise."""
     dtype: type = np.float32
 
 
 class AssignedArray(np.memmap[Any, Any]):
-    """An array of a saver, mapped: `array[rows] = values` is durable when it returns.
+    """A memory-mapped array of a saver: `array[rows] = values` is durable when it returns.
 
-    What would change it in any other way, a view, `fill`, `out=`, raises: it would be lost.
+    Any other modification, by a view, `fill` or `out=`, raises, because it would be lost.
     Rows that were never written are NaN. An assignment costs one file in the store, so assign
     batches, not single rows.
     """
@@ -49,27 +49,27 @@ class AssignedArray(np.memmap[Any, Any]):
 
     @classmethod
     def of(cls, source: CellSource, folder: Path) -> AssignedArray:
-        """The array of a source, in a file without a name in this folder."""
+        """Build the array of a source, in an unnamed file in a folder."""
         with tempfile.TemporaryFile(dir=folder) as file:
-            found: Any = np.memmap.__new__(cls, file, source.dtype, "w+", shape=source.shape)
-        found._cells = np.asarray(found)
-        found._cells[:] = np.nan if found.dtype.kind == "f" else 0
-        source.fill(found._cells)
-        found._assign = source.assign
-        found.setflags(write=False)
-        made: AssignedArray = found
-        return made
+            array: Any = np.memmap.__new__(cls, file, source.dtype, "w+", shape=source.shape)
+        array._cells = np.asarray(array)
+        array._cells[:] = np.nan if array.dtype.kind == "f" else 0
+        source.fill(array._cells)
+        array._assign = source.assign
+        array.setflags(write=False)
+        typed: AssignedArray = array
+        return typed
 
     def __array_finalize__(self, obj: Any) -> None:
         super().__array_finalize__(obj)
         self._cells = self._assign = None
 
     def __getitem__(self, index: Any) -> Any:
-        """A view that cannot be assigned to, or a copy, as numpy has it; a plain array."""
+        """Return a read-only view or a copy, as numpy does."""
         return np.asarray(self)[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Assign as to any array, and keep the rows that are touched."""
+        """Assign as to any array, and store the changed rows."""
         if self._assign is None:
             super().__setitem__(index, value)
             return
@@ -91,15 +91,15 @@ class AssignedArray(np.memmap[Any, Any]):
 
 
 class CurrentArrays(MutableMapping[str, Any]):
-    """The arrays of the current model id and experiment under their released names.
+    """Arrays of the current model id and experiment under their released names.
 
-    `current_store["grads"][rows] = values` writes through. Names of one's own can be added; they
+    `current_store["grads"][rows] = values` writes through. Other names can be added; they
     stay in this process.
     """
 
     def __init__(self, saver: MmapSaver) -> None:
         self._saver = saver
-        self._made: dict[tuple[object, str], tuple[object, AssignedArray]] = {}
+        self._arrays: dict[tuple[object, str], tuple[object, AssignedArray]] = {}
         self._own: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -107,16 +107,16 @@ class CurrentArrays(MutableMapping[str, Any]):
             return self._own[name]
         if name not in self:
             raise KeyError(name)
-        source = source_of(self._saver, name)
+        source = find_source(self._saver, name)
         if source is None:
             return None
         key = (self._saver.current_model_id, name)
-        # Those of other models are let go of: each may be as large as all gradients of one.
-        self._made = {known: made for known, made in self._made.items() if known[0] == key[0]}
-        known = self._made.get(key)
+        # Drop arrays of other models: each may be as large as all gradients of a model.
+        self._arrays = {known: array for known, array in self._arrays.items() if known[0] == key[0]}
+        known = self._arrays.get(key)
         if known is None or known[0] != source.version:
-            made = AssignedArray.of(source, self._saver.save_dir)
-            self._made[key] = known = (source.version, made)
+            array = AssignedArray.of(source, self._saver.save_dir)
+            self._arrays[key] = known = (source.version, array)
         return known[1]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -126,17 +126,20 @@ class CurrentArrays(MutableMapping[str, Any]):
         array = self[name]
         if array is None or np.shape(value) != array.shape:
             raise AttributionError(
-                f"current_store[{name!r}] is kept in the store and cannot be replaced",
+                f"current_store[{name!r}] is in the store and cannot be replaced",
+                code="compat.array_replaced",
                 found=f"{type(value).__name__} of shape {np.shape(value)}",
                 expected="no model id is loaded" if array is None else f"shape {array.shape}",
-                fix=f"assign to its rows: current_store[{name!r}][rows] = values",
+                fix=f"Assign to its rows: current_store[{name!r}][rows] = values.",
             )
         array[:] = value
 
     def __delitem__(self, name: str) -> None:
         if name in self._names():
             raise AttributionError(
-                f"current_store[{name!r}] is kept in the store", fix="del_grads deletes gradients"
+                f"current_store[{name!r}] is in the store and cannot be deleted",
+                code="compat.array_deleted",
+                fix="Use del_grads to delete gradients.",
             )
         del self._own[name]
 
@@ -151,22 +154,22 @@ class CurrentArrays(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
     def seen(self, model_id: int, name: str, before: object, after: object) -> None:
-        """What changed the version of an array is in it already: it need not be made again."""
-        known = self._made.get((model_id, name))
+        """Update the version of a cached array that already has the change."""
+        known = self._arrays.get((model_id, name))
         if known is not None and known[0] == before:
-            self._made[model_id, name] = (after, known[1])
+            self._arrays[model_id, name] = (after, known[1])
 
     def _names(self) -> list[str]:
-        found = ["grads", "out_to_loss", "features", "is_featurized"]
+        names = ["grads", "out_to_loss", "features", "is_featurized"]
         if self._saver.current_model_id is None:
-            return found[:3]
+            return names[:3]
         for name in self._saver.experiments:
-            found += [f"{name}_grads", f"{name}_scores"]
-        return found
+            names += [f"{name}_grads", f"{name}_scores"]
+        return names
 
 
-def source_of(saver: MmapSaver, name: str) -> CellSource | None:
-    """Where an array of the current model id is; None if it was deleted or never begun."""
+def find_source(saver: MmapSaver, name: str) -> CellSource | None:
+    """Return the source of an array of the current model id; None if it was deleted or never created."""
     model_id = saver.current_model_id
     if model_id is None:
         return None
@@ -174,7 +177,7 @@ def source_of(saver: MmapSaver, name: str) -> CellSource | None:
     model.refresh()
     match name:
         case "grads":
-            deleted = saver.finalized(model_id) and not model.there.any()
+            deleted = saver.finalized(model_id) and not model.written.any()
             return None if deleted else _gradients(saver, name, model)
         case "out_to_loss":
             return _weights(saver, model)
@@ -198,13 +201,13 @@ def _gradients(
     below: Callable[[Any], None] | None = None,
     of: Any = 0,
 ) -> CellSource:
-    """The gradients in a log; `below` fills in what lies under them, and `of` is its version."""
+    """Build a source from a log; `below` fills in the values under it, and `of` is their version."""
 
     def fill(cells: Any) -> None:
         if below is not None:
             below(cells)
-        there = np.flatnonzero(log.there)
-        cells[there] = log.read(there).numpy()
+        written = np.flatnonzero(log.written)
+        cells[written] = log.read(written).numpy()
 
     def version() -> object:
         return of, log.versions["grads"]
@@ -222,7 +225,7 @@ def _gradients(
 
 def _weights(saver: MmapSaver, model: RowLog) -> CellSource:
     final = saver.finalized(saver.current_model_id or 0)
-    deleted = isinstance(final, RowLog) and not model.there.any()
+    deleted = isinstance(final, RowLog) and not model.written.any()
     weight = final.weight if deleted and isinstance(final, RowLog) else model.weight
 
     def fill(cells: Any) -> None:
@@ -231,8 +234,9 @@ def _weights(saver: MmapSaver, model: RowLog) -> CellSource:
     def assign(ids: Ids, values: Any) -> None:
         if deleted:
             raise AttributionError(
-                "the gradients of this model id were deleted: its weights cannot be changed",
-                fix="register_model_id(ID, True) begins it anew",
+                "the gradients of this model id were deleted, so its weights cannot be changed",
+                code="compat.gradients_deleted",
+                fix="Call register_model_id(ID, True) to start it again.",
             )
         model.assign(ids, values, column="weight")
 
@@ -249,8 +253,9 @@ def _flags(saver: MmapSaver, model: RowLog) -> CellSource:
     def assign(ids: Ids, values: Any) -> None:
         if final:
             raise AttributionError(
-                f"model id {saver.current_model_id} is finalized: its rows stay featurized",
-                fix=f"register_model_id({saver.current_model_id}, True) begins it anew",
+                f"model id {saver.current_model_id} is finalized, so its rows stay featurized",
+                code="compat.finalized",
+                fix=f"Call register_model_id({saver.current_model_id}, True) to start it again.",
             )
         model.flag(ids, values)
 
@@ -265,7 +270,7 @@ def _features(saver: MmapSaver, model: RowLog) -> CellSource:
 
     def below(cells: Any) -> None:
         if isinstance(final, Ridge):
-            for ids, part in features_of(saver.train(model_id), final):
+            for ids, part in iter_features(saver.train(model_id), final):
                 cells[ids] = part.numpy()
         elif final is not None:
             cells[:] = final.read(np.arange(final.count)).numpy()

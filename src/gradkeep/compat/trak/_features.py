@@ -1,4 +1,4 @@
-"""Arguments as the released package takes them, and features of gradients."""
+"""Validation of arguments of the released package, and features of gradients."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def task_named(task: AbstractModelOutput | type[AbstractModelOutput] | str) -> AbstractModelOutput:
-    """The task of that name or class, or the one that is given."""
+def load_task(task: AbstractModelOutput | type[AbstractModelOutput] | str) -> AbstractModelOutput:
+    """Return the task for a name, class or instance."""
     if isinstance(task, type):
         return task()
     if not isinstance(task, str):
@@ -43,22 +43,22 @@ def task_named(task: AbstractModelOutput | type[AbstractModelOutput] | str) -> A
     return TASK_TO_MODELOUT[task]()
 
 
-def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> list[str] | None:
-    """The names of chosen parameters, in the model's order."""
+def select_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> list[str] | None:
+    """Return the names of the selected parameters, in the model's order."""
     if grad_wrt is None:
         return None
-    wanted, known = set(grad_wrt), [name for name, _ in model.named_parameters()]
-    for name in wanted:
+    names, known = set(grad_wrt), [name for name, _ in model.named_parameters()]
+    for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3) or known[:8]
-            raise ValueError(f"the model has no parameter {name!r}: it has {', '.join(near)} ...")
-    if not wanted:
-        raise ValueError("grad_wrt names no parameter")
-    return [name for name in known if name in wanted]
+            raise ValueError(f"the model has no parameter {name!r}; it has {', '.join(near)} ...")
+    if not names:
+        raise ValueError("grad_wrt must name at least one parameter")
+    return [name for name in known if name in names]
 
 
-def described(task: AbstractModelOutput) -> str:
-    """The task and its plain settings."""
+def describe_task(task: AbstractModelOutput) -> str:
+    """Describe the task and its plain settings."""
     settings = {
         name: value
         for name, value in sorted(vars(task).items())
@@ -67,7 +67,7 @@ def described(task: AbstractModelOutput) -> str:
     return f"{type(task).__name__}({settings})"
 
 
-def rows_of_batch(
+def find_batch_rows(
     batch: list[Tensor],
     inds: Any,
     num_samples: int | None,
@@ -75,11 +75,11 @@ def rows_of_batch(
     count: int,
     what: str,
 ) -> Ids:
-    """The rows `[B]` that the samples of a batch are."""
+    """Return the rows `[B]` of the samples of a batch."""
     if (inds is None) == (num_samples is None):
         raise AssertionError("Exactly one of num_samples and inds should be specified")
     if not batch or not isinstance(batch[0], torch.Tensor):
-        raise TypeError("a batch is a sequence of tensors with one row per sample")
+        raise TypeError("batch must be a sequence of tensors with one row per sample")
     size = len(batch[0])
     if any(len(field) != size for field in batch):
         raise ValueError(f"the parts of the batch have {[len(field) for field in batch]} rows")
@@ -87,64 +87,67 @@ def rows_of_batch(
         assert num_samples is not None
         if num_samples < size:
             raise ValueError(f"num_samples={num_samples}, but the batch has {size} samples")
-        # A last batch may be shorter than the nominal size: what is there counts.
+        # The last batch may be shorter than the nominal size.
         ids = np.arange(cursor, cursor + size)
     else:
-        given = inds.detach().cpu().numpy() if isinstance(inds, torch.Tensor) else np.asarray(inds)
-        ids = given.reshape(-1)
+        array = inds.detach().cpu().numpy() if isinstance(inds, torch.Tensor) else np.asarray(inds)
+        ids = array.reshape(-1)
         if ids.dtype.kind not in "iu" and len(ids):
-            raise TypeError(f"inds must be whole numbers, not {ids.dtype}")
+            raise TypeError(f"inds must be integers, got {ids.dtype}")
         ids = ids.astype(np.int64)
         if len(ids) != size:
-            raise ValueError(f"{len(ids)} inds for a batch of {size} samples; nothing was kept")
+            raise ValueError(f"{len(ids)} inds for a batch of {size} samples; nothing was stored")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
         raise ValueError(
             f"{what} rows {int(ids.min())} to {int(ids.max())}, but there are {count}: 0 to "
-            f"{count - 1}; nothing was kept"
+            f"{count - 1}; nothing was stored"
         )
     if len(np.unique(ids)) != len(ids):
-        raise ValueError("the same row twice in one batch; nothing was kept")
+        raise ValueError("the same row twice in one batch; nothing was stored")
     return ids
 
 
-def taken(batch: list[Tensor], left: Any) -> list[Tensor]:
-    """The samples that are left to do."""
-    if left.all():
+def select_samples(batch: list[Tensor], mask: Any) -> list[Tensor]:
+    """Return the samples where `mask` is True."""
+    if mask.all():
         return batch
-    which = torch.from_numpy(np.flatnonzero(left))
+    which = torch.from_numpy(np.flatnonzero(mask))
     return [field[which.to(field.device)] for field in batch]
 
 
 RELATIVE = 1.0
-"""The ridge by default, times the mean diagonal of the matrix that is inverted."""
+"""Default ridge, as a multiple of the mean diagonal of the inverted matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ridge:
-    """What is added to the diagonal: a number as it is, or relative to the mean diagonal."""
+    """Addition to the diagonal: an absolute number, or relative to the mean diagonal."""
 
     absolute: float | None = None
 
     def check(self, rows: int, dim: int) -> None:
-        """Raise if no inverse can come of it."""
+        """Raise if the matrix cannot be inverted."""
         if self.absolute is None:
             return
         if not (math.isfinite(self.absolute) and self.absolute >= 0):
-            raise AttributionError("lambda_reg must be at least 0", found=self.absolute)
+            raise AttributionError(
+                f"lambda_reg must be at least 0, got {self.absolute}", code="argument.invalid"
+            )
         if self.absolute == 0 and dim >= rows:
             raise AttributionError(
-                f"{rows} rows cannot fill a matrix of {dim} x {dim}: without a ridge its inverse, "
-                "and so every score, would be noise",
+                f"{rows} rows cannot span {dim} dimensions, so without a ridge every score would be "
+                "noise",
+                code="compat.too_few_rows",
                 found=f"proj_dim={dim}, train_set_size={rows}, lambda_reg=0",
-                fix="leave lambda_reg out for the relative ridge, pass a positive one, or choose "
-                f"proj_dim={max(1, rows // 4)}",
+                fix="Remove lambda_reg to use the relative ridge, pass a positive one, or use "
+                f"proj_dim={max(1, rows // 4)}.",
             )
 
 
 def require_inverse(train: StreamedRows, ridge: Ridge) -> None:
-    """Raise now if there will be no inverse: before targets are scored, not after."""
+    """Raise if there will be no inverse, before targets are scored."""
     ridge.check(train.count, train.dim)
-    if ridge.absolute == 0:  # any more than that, and there is one
+    if ridge.absolute == 0:  # a positive ridge always gives an inverse
         scaled_inverse(streamed_gram(train, torch.float64), 0.0)
 
 
@@ -165,14 +168,14 @@ def add_scores(
         add_damped_scores(out, train, targets, damping=RELATIVE, share=share)
 
 
-def features_of(train: StreamedRows, ridge: Ridge) -> Iterator[tuple[Ids, Tensor]]:
-    """Phi = X A^-1 `[n, k]`, some rows at a time: what is kept where gradients are not."""
+def iter_features(train: StreamedRows, ridge: Ridge) -> Iterator[tuple[Ids, Tensor]]:
+    """Yield Phi = X A^-1 `[n, k]` by blocks of rows, to be stored instead of gradients."""
     ridge.check(train.count, train.dim)
     if ridge.absolute is not None:
         inverse = scaled_inverse(streamed_gram(train, torch.float64), ridge.absolute)
     else:
         gram = streamed_gram(train, torch.float64)
-        # Of X X^T where there are fewer rows, whose diagonal has the same sum.
+        # With fewer rows than dimensions, of X X^T, whose diagonal has the same sum.
         mean = float(gram.diagonal().sum()) / min(train.count, train.dim)
         gram.diagonal().add_(relative_damping(RELATIVE, mean, name="ridge"))
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
@@ -181,5 +184,5 @@ def features_of(train: StreamedRows, ridge: Ridge) -> Iterator[tuple[Ids, Tensor
 
 
 def add_features(out: Any, features: StreamedRows, targets: StreamedRows, *, share: float) -> None:
-    """Add the scores of kept features to `out` `[n, m]`, times `share`."""
+    """Add the scores of stored features to `out` `[n, m]`, times `share`."""
     add_products(out, features, targets, lambda g: g.T, share=share)

@@ -1,4 +1,4 @@
-"""Reading what the released package left in a save_dir."""
+"""Import the results of the released package from a save_dir."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ if TYPE_CHECKING:
 _ID = re.compile(r"id_(-?\d+)\.json")
 _ROWS = 4096
 _SAFE = re.compile(r"(?!\.)[^/\\\0]{1,200}")
-"""The name of an experiment that is also the beginning of a file's name."""
-_LARGEST_JSON = 64 << 20
+"""Name of an experiment that is a valid beginning of a file name."""
+_MAX_JSON_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedScores:
-    """What was brought into the store."""
+    """Imported results.
+
+    Attributes:
+        checkpoints: Model ids whose projected gradients are now captures, such as `id_0`.
+        scores: Experiments whose scores are now saved scores.
+        skipped: Incomplete results, with reasons.
+    """
 
     checkpoints: tuple[str, ...]
-    """Model ids whose projected gradients are now captures, as `id_0`."""
     scores: tuple[str, ...]
-    """Experiments whose scores are now saved scores."""
     skipped: tuple[str, ...]
-    """What was not complete, and why."""
 
 
 def import_save_dir(
@@ -64,40 +67,43 @@ def import_save_dir(
     folder = Path(save_dir)
     about = _json(folder / "metadata.json")
     opened = store if isinstance(store, gs.Store) else gs.open(store)
-    rows, dim = _whole(about, "train set size", folder), _whole(about, "JL dimension", folder)
+    rows, dim = (
+        _positive_int(about, "train set size", folder),
+        _positive_int(about, "JL dimension", folder),
+    )
     ids = sorted(int(m[1]) for p in folder.glob("id_*.json") if (m := _ID.fullmatch(p.name)))
     experiments = folder / "experiments.json"
     done: list[str] = []
     skipped: list[str] = []
     named = {}
     for name, fields in (_json(experiments) if experiments.exists() else {}).items():
-        # The names come from a file that somebody else may have written.
+        # The names come from an untrusted file.
         if _SAFE.fullmatch(name) is None or not isinstance(fields, dict):
             skipped.append(f"experiment {name[:100]!a}: not the name of a file in this folder")
         else:
             named[name] = fields
     for number in ids:
         try:
-            _captured(opened, folder / str(number), number, rows, dim, run, about)
+            _import_model(opened, folder / str(number), number, rows, dim, run, about)
             done.append(f"id_{number}")
         except _IncompleteError as error:
             skipped.append(f"model id {number}: {error}")
         for name, fields in named.items():
             path = folder / str(number) / f"{name}_grads.mmap"
             if path.exists():
-                values = _mapped(path, (_whole(fields, "num_targets", folder), dim))
+                values = _open_array(path, (_positive_int(fields, "num_targets", folder), dim))
                 key = gs.CaptureKey(f"id_{number}", _name(name), run)
-                # Its questions are about the output, as if the loss were minus that.
+                # Queries are gradients of the output, as if the loss were minus the output.
                 slope = np.full(len(values), -1.0, np.float32)
                 _write(opened, key, {"projection": values, "slope": slope}, about)
     scored = []
     for name, fields in named.items():
-        # The file beside this one: the path inside names where the folder once was.
+        # The stored path may be outdated if the folder was moved.
         path = folder / "scores" / f"{name}.mmap"
         if not fields.get("scores_finalized") or not path.exists():
             skipped.append(f"scores {name}: not finalized")
             continue
-        values = _mapped(path, (rows, _whole(fields, "num_targets", folder)))
+        values = _open_array(path, (rows, _positive_int(fields, "num_targets", folder)))
         turned = np.asarray(values, np.float32).T
         named_ids = tuple(f"id_{number}" for number in ids)
         as_scores(turned, _name(name), named_ids, "as imported").save(_name(name), store=opened)
@@ -106,7 +112,7 @@ def import_save_dir(
 
 
 def as_scores(values: Any, queries: str, checkpoints: tuple[str, ...], scale: str) -> Scores:
-    """Scores `[m, n]` of TRAK, as everything else here reads them."""
+    """Build `Scores` `[m, n]` from scores of TRAK."""
     return Scores(
         values=values,
         query_ids=np.arange(values.shape[0]),
@@ -124,10 +130,10 @@ class _IncompleteError(Exception):
     pass
 
 
-def _captured(
+def _import_model(
     store: gs.Store, folder: Path, number: int, rows: int, dim: int, run: str, about: Any
 ) -> None:
-    flags = _mapped(folder / "_is_featurized.mmap", None)
+    flags = _open_array(folder / "_is_featurized.mmap", None)
     if int((np.asarray(flags) == 1).sum()) != rows:
         raise _IncompleteError(
             f"{int((np.asarray(flags) == 1).sum())} of {rows} rows are featurized"
@@ -135,9 +141,9 @@ def _captured(
     grads = folder / "grads.mmap"
     if not grads.exists():
         raise _IncompleteError("its gradients were deleted")
-    weight = _mapped(folder / "out_to_loss.mmap", (rows, 1)).reshape(-1)
+    weight = _open_array(folder / "out_to_loss.mmap", (rows, 1)).reshape(-1)
     # TRAK keeps 1 - p: minus the slope of the loss at the output.
-    arrays = {"projection": _mapped(grads, (rows, dim)), "weight": weight, "slope": -weight}
+    arrays = {"projection": _open_array(grads, (rows, dim)), "weight": weight, "slope": -weight}
     _write(store, gs.CaptureKey(f"id_{number}", "train", run), arrays, about)
 
 
@@ -169,62 +175,78 @@ def _write(store: gs.Store, key: gs.CaptureKey, arrays: dict[str, Any], about: A
             writer.append(ids, values)
 
 
-def _mapped(path: Path, shape: tuple[int, ...] | None) -> Any:
+def _open_array(path: Path, shape: tuple[int, ...] | None) -> Any:
     if not path.resolve().is_relative_to(path.parent.parent.resolve()):
         raise AttributionError(
-            f"this file is a link that leads out of the folder; it was not read: {path.resolve()}",
+            "the file is a link out of the folder and was not read",
+            code="compat.link_out",
             path=path,
-            fix="put the file itself in its place",
+            found=path.resolve(),
+            fix="Replace the link by the file.",
         )
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise AttributionError(
-            "this array cannot be read", path=path, found=str(error).splitlines()[0]
+            "the array cannot be read",
+            code="compat.array_unreadable",
+            path=path,
+            found=str(error).splitlines()[0],
         ) from error
     if shape is not None and values.shape != shape:
         raise AttributionError(
-            f"this array has another shape than its folder says: {values.shape}; expected {shape}",
+            "the array has another shape than the metadata",
+            code="compat.array_shape",
             path=path,
+            found=values.shape,
+            expected=shape,
         )
     return values
 
 
 def _json(path: Path) -> Any:
     try:
-        if path.stat().st_size > _LARGEST_JSON:
+        if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes")
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         raise AttributionError(
-            "there are no TRAK results here",
+            "the folder has no TRAK results",
+            code="compat.no_results",
             path=path.parent,
-            expected=f"a folder with {path.name}, as TRAKer(save_dir=...) makes it",
+            expected=f"a folder with {path.name}, written by TRAKer(save_dir=...)",
         ) from None
     except (ValueError, RecursionError) as error:
         raise AttributionError(
-            f"this file was cut off while it was written: {str(error)[:200]}",
+            "the file is truncated",
+            code="compat.file_truncated",
             path=path,
-            fix="restore it from a copy, or featurize again",
+            found=str(error)[:200],
+            fix="Restore it from a copy, or featurize again.",
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise AttributionError(
-            "this file is not one of TRAK's", path=path, found=type(found).__name__
+            "the file is not one of TRAK's",
+            code="compat.not_trak",
+            path=path,
+            found=type(content).__name__,
         )
-    return found
+    return content
 
 
-def _whole(fields: Any, name: str, path: Path) -> int:
+def _positive_int(fields: Any, name: str, path: Path) -> int:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
         raise AttributionError(
-            f"there is no {name!r} in the results of TRAK: {repr(value)[:60]}",
+            f"the results of TRAK have no valid {name!r}",
+            code="compat.invalid_metadata",
             path=path,
-            expected="a whole number above 0",
+            found=repr(value)[:60],
+            expected="a positive integer",
         )
     return value
 
 
 def _name(exp_name: str) -> str:
-    """An experiment's name as one that a store takes."""
+    """Convert an experiment's name to one that a store accepts."""
     return re.sub(r"[^A-Za-z0-9._+=@-]", "-", exp_name).lstrip(".+=@-") or "experiment"

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class RowLog:
     """Gradients `[count, dim]` with a weight and a flag each: a log of entries for some rows.
 
-    Of each row the last entry counts, separately for gradients, weights and flags. An entry is one
-    file with a checksum, there as a whole or not at all, durable when `put` or `assign` returns.
-    Gradients that are put may be kept in half precision; those that are assigned are exact, and a row
-    may be assigned to in parts: what it lacks is NaN. With `lazy`, nothing is made in the store before
+    The last entry of each row counts, separately for gradients, weights and flags. An entry is one
+    file with a checksum, written atomically, and durable when `put` or `assign` returns.
+    Gradients that are put may be in half precision; assigned ones are exact, and a row
+    may be assigned in parts: missing values are NaN. With `lazy`, nothing is created in the store before
     the first entry.
     """
 
@@ -47,7 +47,7 @@ class RowLog:
         self._store, self._lazy = store, lazy
         marks = dict(fingerprints or {})
         self.mark = marks.get("weights")
-        """The fingerprint of the weights that the gradients are of."""
+        """Fingerprint of the weights of the gradients."""
         encoding: Encoding = "float16-scaled" if half else "plain"
         self._schema = Schema(
             (
@@ -63,7 +63,7 @@ class RowLog:
         self._rows: Rows | None = None
         if not lazy:
             self._open()
-        self._forget()
+        self._reset()
         self.refresh()
 
     def _open(self) -> Rows:
@@ -73,45 +73,45 @@ class RowLog:
             schema = dataclasses.replace(self._schema, arrays=arrays)
             self._rows = self._store.rows(self.name, schema, num_rows=self.count)
         elif self._rows is None:
-            # Entries that there is room for at first.
+            # Initial number of entries.
             self._rows = self._store.rows(self.name, self._schema, num_rows=1000)
         return self._rows
 
     def _is_earlier_layout(self) -> bool:
-        """Return True for a set that was written before entries had flags: all are done."""
+        """Return True for a set written before entries had flags, in which all rows are done."""
         if self.name not in self._store.row_sets():
             return False
         names = {array.name for array in self._store.rows(self.name).schema.arrays}
         return names == {"rows", "grads", "weight"}
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._ids: dict[int, Ids] = {}
-        """The rows of each entry that was seen."""
+        """Rows of each entry read so far."""
         self._entry = np.full(self.count, -1, np.int64)
-        """Which entry has the gradient of each row; -1: none."""
+        """Entry with the gradient of each row; -1 for none."""
         self._exact = np.zeros(self.count, np.bool_)
-        """Which gradients were assigned."""
+        """True for gradients that were assigned."""
         self.weight = np.full(self.count, np.nan, np.float32)
         self._flag = np.full(self.count, np.nan, np.float32)
         self.versions = {"grads": 0, "weight": 0, "flag": 0}
-        """How many entries were seen of each."""
+        """Number of entries read so far, per column."""
 
     @property
-    def there(self) -> Mask:
-        """Which rows have gradients, if only parts of them `[count]`, as far as was seen."""
+    def written(self) -> Mask:
+        """Rows with gradients, possibly partial, `[count]`, as of the last refresh."""
         return np.asarray(self._entry >= 0, np.bool_)
 
     @property
     def done(self) -> Mask:
-        """Which rows are flagged as done `[count]`, as far as was seen."""
+        """Rows flagged as done `[count]`, as of the last refresh."""
         return np.asarray(self._flag == 1, np.bool_)
 
     def refresh(self) -> None:
-        """See what other processes have written, or cleared."""
+        """Read entries that other processes have written or cleared."""
         if self._lazy:
             if self.name not in self._store.row_sets():
                 self._rows = None
-                self._forget()
+                self._reset()
                 return
             self._open()
         rows = self._open()
@@ -124,46 +124,51 @@ class RowLog:
             )
             columns = zip(new, entries["rows"], entries["weight"], flags, strict=True)
             for number, ids, weight, flag in columns:
-                self._saw(number, ids, weight, flag)
+                self._record_entry(number, ids, weight, flag)
 
     def put(self, ids: Ids, grads: Tensor, weights: Tensor | None) -> None:
-        """Write rows and flag them as done, except those that are."""
+        """Write rows and flag them as done, except those already done."""
         values = grads.detach().cpu().float().numpy()
         weight = np.zeros(len(ids), np.float32)
         if weights is not None:
             weight = weights.detach().cpu().float().numpy().reshape(len(ids))
         while True:
             self.refresh()
-            left = self._flag[ids] != 1
-            if not left.any():
+            pending = self._flag[ids] != 1
+            if not pending.any():
                 return
-            flag = np.ones(int(left.sum()), np.float32)
-            if self._append(ids[left], grads=values[left], weight=weight[left], flag=flag):
+            flag = np.ones(int(pending.sum()), np.float32)
+            if self._append(ids[pending], grads=values[pending], weight=weight[pending], flag=flag):
                 return
 
     def assign(self, ids: Ids, values: Any, *, column: str = "exact") -> None:
         """Write exact gradients `[len(ids), dim]`, or the weights or flags `[len(ids)]`."""
         shape = (len(ids), self.dim) if column == "exact" else (len(ids),)
-        wanted = np.asarray(values, np.float32).reshape(shape)
+        cells = np.asarray(values, np.float32).reshape(shape)
         while True:
             self.refresh()
-            if self._append(ids, **{column: wanted}):
+            if self._append(ids, **{column: cells}):
                 return
 
     def flag(self, ids: Ids, values: Any) -> None:
         """Flag rows as done (1) or not (0); rows without gradient or weight cannot be done."""
         flags = np.asarray(values).reshape(-1)
         if not np.isin(flags, (0, 1)).all():
-            raise AttributionError("is_featurized takes 0 and 1", found=flags[:5].tolist())
+            raise AttributionError(
+                "is_featurized must be 0 or 1",
+                code="compat.invalid_flag",
+                found=flags[:5].tolist(),
+            )
         done = ids[flags == 1]
         missing = {"grads": self.missing(done), "out_to_loss": done[np.isnan(self.weight[done])]}
         for name, rows in missing.items():
             if len(rows):
                 raise AttributionError(
-                    f"{len(rows)} rows cannot be flagged as featurized: their {name!r} were not "
-                    "written, or are not all numbers",
+                    f"{len(rows)} rows cannot be flagged as featurized, because their {name!r} are "
+                    "missing or not finite",
+                    code="compat.rows_incomplete",
                     found=f"rows {first_rows(rows)}",
-                    fix=f"assign current_store[{name!r}][rows] first",
+                    fix=f"Assign current_store[{name!r}][rows] first.",
                 )
         self.assign(ids, flags, column="flag")
 
@@ -179,17 +184,20 @@ class RowLog:
         names = [array.name for array in rows.schema.arrays]
         if len(names) == 3 and "grads" not in columns:
             raise AttributionError(
-                f"{self.name!r} was written by an earlier version, whose rows cannot be assigned to",
-                fix="featurize into another save_dir",
+                f"{self.name!r} was written by an earlier version, so its rows cannot be assigned",
+                code="compat.earlier_layout",
+                fix="Featurize into another save_dir.",
             )
         entry = {name: value for name, value in {**arrays, **columns}.items() if name in names}
         if not rows.put(number, entry, differing="keep"):
             return False
         exact = "exact" in columns
-        self._saw(number, ids, columns.get("weight", ()), columns.get("flag", ()), exact=exact)
+        self._record_entry(
+            number, ids, columns.get("weight", ()), columns.get("flag", ()), exact=exact
+        )
         return True
 
-    def _saw(
+    def _record_entry(
         self, number: int, ids: Any, weight: Any, flag: Any, *, exact: bool | None = None
     ) -> None:
         # An entry has gradients that were put with a weight, or one column that was assigned.
@@ -208,19 +216,20 @@ class RowLog:
                 self.versions[name] += 1
 
     def missing(self, ids: Ids | None = None) -> Ids:
-        """Those of these rows, or of all, that have no gradient, or not all of its numbers."""
+        """Return the rows, of these or of all, without a complete gradient."""
         rows = np.arange(self.count) if ids is None else ids
-        lacking = ~self.there[rows]
+        lacking = ~self.written[rows]
         exact = self._exact[rows] & ~lacking
         lacking[exact] = ~self.read(rows[exact]).isfinite().all(1).numpy()
         return rows[lacking]
 
     def read(self, ids: Ids) -> Tensor:
-        """The gradients `[len(ids), dim]`, float32."""
+        """Read the gradients `[len(ids), dim]`, float32."""
         numbers = self._entry[ids]
         if (numbers < 0).any():
             raise MissingRowsError(
-                f"no row {', '.join(map(str, ids[numbers < 0][:5]))} in {self.name!r}: not written"
+                f"rows of {self.name!r} were not written",
+                found=first_rows(ids[numbers < 0]),
             )
         out = np.empty((len(ids), self.dim), np.float32)
         for number in np.unique(numbers).tolist():
@@ -233,7 +242,7 @@ class RowLog:
         return torch.from_numpy(out)
 
     def clear(self) -> None:
-        """Delete all entries, here and in the store; unless lazy, the description stays."""
+        """Delete all entries; unless lazy, the description stays."""
         if self._rows is None:
             return
         if self._lazy:
@@ -241,25 +250,25 @@ class RowLog:
         else:
             keys = _files_below(self._store, self._rows.folder, inner=True)
             self._store.backend.delete(keys, durability=self._store.durability)
-        # Opened again: how many rows there may be was among the files.
+        # Reopen it: its capacity was among the deleted files.
         self._rows = None
-        self._forget()
+        self._reset()
 
 
 def first_rows(rows: Any) -> str:
-    """The first few of some row numbers, for messages."""
+    """Format the first few row numbers for messages."""
     return ", ".join(map(str, rows[:5])) + (" ..." if len(rows) > 5 else "")
 
 
 def delete_rows(store: Store, name: str) -> None:
-    """Delete a set of rows: what they hold first, their description last."""
+    """Delete a set of rows: entries first, the description last."""
     top = store.rows(name).folder
     for inner in (True, False):
         store.backend.delete(_files_below(store, top, inner=inner), durability=store.durability)
 
 
 def _files_below(store: Store, top: str, *, inner: bool) -> list[str]:
-    """The keys in the folders below a folder, or those in itself."""
+    """Return the keys in the folders below a folder, or those in itself."""
     keys, folders = [], [top]
     while folders:
         folder = folders.pop()

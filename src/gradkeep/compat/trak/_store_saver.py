@@ -1,4 +1,4 @@
-"""The saver: everything in a gradkeep store.
+"""The default saver: everything in a gradkeep store.
 
 `save_dir/store` holds everything but the score matrices, which are .npy files in
 `save_dir/scores`. Any number of processes may open it at the same time.
@@ -17,10 +17,10 @@ from gradkeep.compat.trak._abstract_saver import (
     AbstractSaver,
     MissingTargetsError,
     ModelIDException,
-    checked_experiment,
+    validate_experiment,
 )
 from gradkeep.compat.trak._current_arrays import CurrentArrays
-from gradkeep.compat.trak._features import Ridge, features_of
+from gradkeep.compat.trak._features import Ridge, iter_features
 from gradkeep.compat.trak._rows import RowLog
 from gradkeep.compat.trak._stored_sets import FINALIZATIONS, ScoreFiles, StoredSets, score_schema
 from gradkeep.compat.trak.projectors import SKETCHES
@@ -41,11 +41,11 @@ _EXP = re.compile(r"trak\.exp\.(.+)")
 
 
 class MmapSaver(AbstractSaver):
-    """Keeps everything in a gradkeep store, whatever its name says.
+    """Store everything in a gradkeep store, in spite of its name.
 
     Gradients are durable, with checksums, when `featurize` and `score` return, and when
     `current_store["grads"][rows] = values` returns. A model id belongs to the weights, seed, task,
-    parameters and precision that it was begun with: anything else raises.
+    parameters and precision that it was created with: anything else raises.
 
     >>> import tempfile
     >>> about = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 2}
@@ -74,13 +74,14 @@ class MmapSaver(AbstractSaver):
         self.current_store = CurrentArrays(self)
 
     def _open_documents(self) -> None:
-        """Open the store, which says what documents say elsewhere."""
+        """Open the store, which replaces the documents of other savers."""
         if self.metadata_file.exists() and not (self.save_dir / "store").exists():
             raise AttributionError(
-                "these are results of the released TRAK package",
+                "the folder has results of the released TRAK package",
+                code="compat.released_results",
                 path=self.save_dir,
-                fix="gradkeep.compat.trak.import_save_dir(DIR, STORE) reads them; give new results "
-                "another save_dir",
+                fix="Import them with gradkeep.compat.trak.import_save_dir(DIR, STORE), and use another "
+                "save_dir for new results.",
             )
         self.store = gs.open(self.save_dir / "store")
         shared = {name: str(self.metadata[name]) for name in _SHARED if name in self.metadata}
@@ -97,28 +98,28 @@ class MmapSaver(AbstractSaver):
             self.store, self.save_dir / "scores", count=self.train_set_size
         )
         self._weights: str | None = None
-        """The fingerprint of the weights at hand, while `TRAKer` opens something."""
+        """Fingerprint of the current weights, while `TRAKer` opens something."""
         if self.load_from_save_dir:
             self.refresh()
 
     def refresh(self) -> None:
-        """See the model ids, rows and experiments that other processes have made."""
+        """Read model ids, rows and experiments that other processes have created."""
         for name in self.store.row_sets():
-            if found := _TRAIN.fullmatch(name):
-                self.model_ids.setdefault(int(found[1]), _new())
-            elif found := _EXP.fullmatch(name):
+            if match := _TRAIN.fullmatch(name):
+                self.model_ids.setdefault(int(match[1]), _new())
+            elif match := _EXP.fullmatch(name):
                 rows = self.store.rows(name)
-                self._know(found[1], int(str(rows.schema.fingerprints["num_targets"])))
+                self._add_experiment(match[1], int(str(rows.schema.fingerprints["num_targets"])))
         self.sets.refresh()
         for model_id, state in self.model_ids.items():
             state["is_featurized"] = int(self.is_finalized(model_id) or self._done(model_id).all())
 
-    # The released face: what scripts call, and what a class derived from this one may override.
+    # The released interface, which scripts call and subclasses may override.
 
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Make room for a new model id; one that is there is replaced only if that is allowed."""
+        """Register a new model id; replace an existing one only if allowed."""
         if self.sets.has_model(model_id):
             if not _allow_featurizing_already_registered:
                 raise ModelIDException(
@@ -132,7 +133,7 @@ class MmapSaver(AbstractSaver):
         self.serialize_current_model_id_metadata(already_exists=False)
 
     def init_store(self, model_id: int) -> None:
-        """Make room for a model id, and make it the current one."""
+        """Create a model id, and make it the current one."""
         self.sets.model(model_id, self._weights or "")
         self.model_ids.setdefault(model_id, _new())
         self.load_current_store(model_id)
@@ -144,7 +145,7 @@ class MmapSaver(AbstractSaver):
         exp_num_targets: int | None = -1,
         mode: str = "r+",
     ) -> None:
-        """Make a model id, and an experiment, the current ones."""
+        """Set the current model id and experiment."""
         if model_id not in self.model_ids:
             raise ModelIDException(f"model id {model_id} is not registered in {self.save_dir}")
         self.sets.model(model_id, self._expected(model_id))
@@ -153,7 +154,7 @@ class MmapSaver(AbstractSaver):
             self.current_experiment_name = exp_name
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Say whether all rows are there; keep features that were assigned, once it is finalized.
+        """Update the state of the current model id, and commit assigned features once it is finalized.
 
         Rows themselves were committed when they were put or assigned.
         """
@@ -164,54 +165,55 @@ class MmapSaver(AbstractSaver):
             self._finalize_assigned(model_id)
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """Make or open an experiment at a model id; finalized scores stay until there are new."""
-        name = checked_experiment(exp_name)
+        """Create or open an experiment at a model id; finalized scores stay until there are new ones."""
+        name = validate_experiment(exp_name)
         if not self.sets.has_model(model_id):
             raise ModelIDException(
                 f"model ID {model_id} does not exist in {self.save_dir}, cannot start scoring"
             )
-        # Opened with the weights at hand: others than those of the training rows are refused.
+        # Opened with the current weights: they must be those of the training rows.
         self.sets.model(model_id, self._expected(model_id))
         self._require(f"trak.exp.{name}", score_schema(num_targets))
         self.sets.targets(name, model_id, num_targets)
         self.model_ids.setdefault(model_id, _new())
-        self._know(name, num_targets)
+        self._add_experiment(name, num_targets)
         self.load_current_store(model_id, name, num_targets)
 
     def save_scores(self, exp_name: str) -> None:
-        """Commit scores that were assigned; those of `finalize_scores` are committed already."""
+        """Commit assigned scores; those of `finalize_scores` are already committed."""
         targets = int(self.experiments[exp_name]["num_targets"])
-        if self.score_files.assigned(exp_name, targets).there.any():
+        if self.score_files.assigned(exp_name, targets).written.any():
             self.score_files.commit_assigned(exp_name, targets)
         elif not self.score_files.finalized(exp_name):
             raise AttributionError(
                 f"there are no scores of {exp_name!r} to save",
-                fix=f"assign current_store['{exp_name}_scores'][:], or call finalize_scores",
+                code="compat.no_scores",
+                fix=f"Assign current_store['{exp_name}_scores'][:], or call finalize_scores.",
             )
-        self._know(exp_name, targets)
+        self._add_experiment(exp_name, targets)
 
     def del_grads(self, model_id: int, target: bool = False) -> None:
         """Delete the gradients of the training rows, or of the current experiment's targets.
 
-        If the model id is finalized, its features are kept in their place.
+        If the model id is finalized, its features are stored instead.
         """
         if target:
             assert self.current_experiment_name is not None
             self._targets(self.current_experiment_name, model_id).clear()
             return
-        found = self.finalized(model_id)
-        if isinstance(found, Ridge):
-            self.finalize(model_id, found, features_of(self.train(model_id), found))
+        final = self.finalized(model_id)
+        if isinstance(final, Ridge):
+            self.finalize(model_id, final, iter_features(self.train(model_id), final))
         self.sets.model(model_id).clear()
         self.model_ids[model_id]["is_featurized"] = int(self._done(model_id).all())
 
-    # What TRAKer asks for.
+    # The interface of TRAKer.
 
     def open_model(self, model_id: int, *, weights: str, overwrite: bool = False) -> None:
-        """Make a model id the current one: new, or as it was left with the same weights."""
+        """Make a model id the current one, new or existing with the same weights."""
         self._weights = weights
         try:
-            # Another process may have registered it a moment ago: then it is there for both.
+            # Another process may have registered it in the meantime.
             if self.load_from_save_dir and self.sets.has_model(model_id):
                 self.model_ids.setdefault(model_id, _new())
             if model_id in self.model_ids:
@@ -223,18 +225,18 @@ class MmapSaver(AbstractSaver):
             self._weights = None
 
     def done(self) -> Mask:
-        """Which training rows of the current model id are there `[n]`."""
+        """Return which training rows of the current model id are done `[n]`."""
         assert self.current_model_id is not None
         return self._done(self.current_model_id)
 
     def put(self, ids: Ids, grads: Tensor, weights: Tensor) -> None:
-        """Keep projected gradients and weights of training rows; returns when they are durable."""
+        """Store projected gradients and weights of training rows durably."""
         assert self.current_model_id is not None
         self.sets.model(self.current_model_id).put(ids, grads, weights)
         self.serialize_current_model_id_metadata()
 
     def train(self, model_id: int) -> StreamedRows:
-        """The projected gradients of the training rows."""
+        """Return the projected gradients of the training rows."""
         model = self.sets.model(model_id)
         model.refresh()
         done = model.done
@@ -248,26 +250,26 @@ class MmapSaver(AbstractSaver):
         return model
 
     def train_weights(self, model_id: int) -> Any:
-        """The weights of the training rows `[n]`."""
-        found = self.finalized(model_id)
-        if isinstance(found, RowLog):
-            return found.weight
+        """Return the weights of the training rows `[n]`."""
+        final = self.finalized(model_id)
+        if isinstance(final, RowLog):
+            return final.weight
         self.train(model_id)
         return self.sets.model(model_id).weight
 
     def finalize(
         self, model_id: int, ridge: Ridge, features: Iterator[tuple[Ids, Tensor]] | None
     ) -> None:
-        """Record that a model id is finalized, with its features where they are to be kept."""
+        """Record that a model id is finalized, with its features if they are to be stored."""
         finals = self.sets.finals(model_id)
         number = len(finals.done())
         if number >= finals.num_rows:
             finals.grow(2 * finals.num_rows)
         if features is not None:
             weights = torch.from_numpy(self.train_weights(model_id))
-            kept = self.sets.features(model_id, number)
+            log = self.sets.features(model_id, number)
             for ids, part in features:
-                kept.put(ids, part, weights[ids])
+                log.put(ids, part, weights[ids])
         absolute = np.nan if ridge.absolute is None else ridge.absolute
         row = {"lambda_reg": absolute, "features": int(features is not None)}
         finals.put(number, row, differing="keep")
@@ -279,14 +281,14 @@ class MmapSaver(AbstractSaver):
         self.current_model_id = before
 
     def is_finalized(self, model_id: int) -> bool:
-        """Whether a model id is finalized, by this process or by another."""
-        # What was finalized once stays so: the store is asked only about the others.
+        """Return True if a model id is finalized, by this or another process."""
+        # A finalized id stays finalized: only look up the others.
         state = self.model_ids[model_id]
         state["is_finalized"] = state["is_finalized"] or int(self.finalized(model_id) is not None)
         return bool(state["is_finalized"])
 
     def finalized(self, model_id: int) -> Ridge | RowLog | None:
-        """With which ridge a model id was finalized, or its features; None if it is not."""
+        """Return the ridge of a finalized model id, or its features; None if it is not finalized."""
         finals = self.sets.finals(model_id)
         numbers = finals.done()
         if not len(numbers):
@@ -308,22 +310,22 @@ class MmapSaver(AbstractSaver):
             self._weights = None
 
     def put_targets(self, ids: Ids, grads: Tensor) -> None:
-        """Keep projected gradients of targets; returns when they are durable."""
+        """Store projected gradients of targets durably."""
         assert self.current_experiment_name is not None
         assert self.current_model_id is not None
         self._targets(self.current_experiment_name, self.current_model_id).put(ids, grads, None)
 
     def targets_done(self) -> Mask:
-        """Which targets of the current experiment and model id are there `[m]`."""
+        """Return which targets of the current experiment and model id are done `[m]`."""
         assert self.current_experiment_name is not None
         assert self.current_model_id is not None
         targets = self._targets(self.current_experiment_name, self.current_model_id)
-        found = np.ones(targets.count, np.bool_)
-        found[targets.missing()] = False
-        return found
+        done = np.ones(targets.count, np.bool_)
+        done[targets.missing()] = False
+        return done
 
     def targets(self, exp_name: str, model_id: int) -> StreamedRows:
-        """The projected gradients of all targets; an error that names those that are missing."""
+        """Return the projected gradients of all targets; raise `MissingTargetsError` if some are missing."""
         if not self.sets.has_targets(exp_name, model_id):
             count = self.experiments[exp_name]["num_targets"]
             raise MissingTargetsError(exp_name, model_id, list(range(count)))
@@ -334,37 +336,37 @@ class MmapSaver(AbstractSaver):
             raise MissingTargetsError(exp_name, model_id, missing.tolist())
         return targets
 
-    def put_scores(self, exp_name: str, made: Any) -> Any:
-        """Fill and commit the scores `[n, m]` with what `made` writes; gives them to read."""
+    def put_scores(self, exp_name: str, compute: Any) -> Any:
+        """Compute and commit the scores `[n, m]`, and return them."""
         targets = int(self.experiments[exp_name]["num_targets"])
         self.score_files.assigned(exp_name, targets).clear()
-        self.score_files.commit(exp_name, targets, made)
+        self.score_files.commit(exp_name, targets, compute)
         self.save_scores(exp_name)
         return self.scores(exp_name)
 
     def scores(self, exp_name: str) -> Any:
-        """Finalized scores `[n, m]`, once their bytes are seen to be those that were written."""
+        """Read finalized scores `[n, m]` after verifying their checksum."""
         return self.score_files.read(exp_name)
 
     def _done(self, model_id: int) -> Mask:
         if self.finalized(model_id) is not None:
-            # Their gradients may be deleted, their features not.
+            # Gradients may be deleted, features are not.
             return np.ones(self.train_set_size, np.bool_)
         return self.sets.model(model_id).done
 
     def _finalize_assigned(self, model_id: int) -> None:
-        """Keep the features that a script assigned before it said that the id is finalized."""
+        """Commit features that a script assigned before it marked the id as finalized."""
         assigned = self.sets.assigned_features(model_id)
-        if not assigned.there.any() and self.finalized(model_id) is not None:
+        if not assigned.written.any() and self.finalized(model_id) is not None:
             return
         self.model_ids[model_id]["is_finalized"] = 0  # until it is true
-        rows = np.flatnonzero(assigned.there)
+        rows = np.flatnonzero(assigned.written)
         whole = bool(assigned.read(rows).isfinite().all())
         if len(rows) < self.train_set_size or not whole:
             raise ModelIDException(
                 f"model id {model_id} cannot be finalized: current_store['features'] has "
                 f"{len(rows)} of {self.train_set_size} rows"
-                + ("" if whole else ", and values that are not numbers")
+                + ("" if whole else ", and values that are not finite")
             )
         self.finalize(model_id, Ridge(), iter([(rows, assigned.read(rows))]))
 
@@ -372,10 +374,10 @@ class MmapSaver(AbstractSaver):
         return self.sets.targets(exp_name, model_id, int(self.experiments[exp_name]["num_targets"]))
 
     def _expected(self, model_id: int) -> str | None:
-        """The weights that a model id must have; None if it was registered without any."""
+        """Return the weights that a model id must have; None if it was registered without any."""
         return self._weights if self.sets.model(model_id).mark else None
 
-    def _know(self, exp_name: str, num_targets: int) -> None:
+    def _add_experiment(self, exp_name: str, num_targets: int) -> None:
         self.experiments[exp_name] = {
             "num_targets": num_targets,
             "scores_path": str(self.score_files.path(exp_name)),
@@ -387,13 +389,16 @@ class MmapSaver(AbstractSaver):
             self.store.rows(name, schema, num_rows=FINALIZATIONS)
         except SchemaMismatchError as error:
             raise AttributionError(
-                f"{self.save_dir} was begun with other settings: {error.found}",
-                fix="use the same settings, or another save_dir",
+                "the folder was created with other settings",
+                code="compat.other_settings",
+                path=self.save_dir,
+                found=error.found,
+                fix="Use the same settings, or another save_dir.",
             ) from error
 
 
-def begun_with(save_dir: Path) -> str | None:
-    """The kind of sketch that a folder was begun with; None if there is none, or of other kinds."""
+def find_stored_sketch(save_dir: Path) -> str | None:
+    """Return the kind of sketch that a folder was created with, or None."""
     if not (save_dir / "store").exists():
         return None
     store = gs.open(save_dir / "store")

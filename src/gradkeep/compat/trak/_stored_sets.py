@@ -1,4 +1,4 @@
-"""The sets of rows of a folder: models, experiments, and files of scores."""
+"""Row sets of a folder: models, experiments, and files of scores."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 
 class ScoreFiles:
-    """Finalized scores `[n, m]`, and over them what a script assigned before it saves them."""
+    """Finalized scores `[n, m]`, and rows that a script assigned but has not saved yet."""
 
     def __init__(self, store: gs.Store, folder: Path, *, count: int) -> None:
         self._store, self._folder, self._count = store, folder, count
         self._assigned: dict[str, RowLog] = {}
 
     def path(self, exp_name: str) -> Path:
-        """Where the scores of an experiment are."""
+        """Return the path of an experiment's scores."""
         return self._folder / f"{exp_name}.mmap"
 
     def finalized(self, exp_name: str) -> int:
-        """How often scores of an experiment were committed."""
+        """Return how often scores of an experiment were committed."""
         return len(self._store.rows(f"trak.exp.{exp_name}").done())
 
     def assigned(self, exp_name: str, targets: int) -> RowLog:
-        """What was assigned to rows of scores and not yet committed."""
+        """Return the assigned rows of scores that are not committed yet."""
         if exp_name not in self._assigned:
             name = f"trak.assigned.scores.{exp_name}"
             log = RowLog(self._store, name, count=self._count, dim=targets, lazy=True)
             self._assigned[exp_name] = log
         return self._assigned[exp_name]
 
-    def commit(self, exp_name: str, targets: int, made: Callable[[Any], None]) -> None:
-        """Replace the scores with what `made` writes into zeros `[n, m]`."""
+    def commit(self, exp_name: str, targets: int, compute: Callable[[Any], None]) -> None:
+        """Replace the scores by what `compute` writes into zeros `[n, m]`."""
         path = self.path(exp_name)
         with _replaced_file(path, (self._count, targets)) as values:
-            made(values)
+            compute(values)
         rows = self._store.rows(f"trak.exp.{exp_name}")
         number = len(rows.done())
         if number >= rows.num_rows:
@@ -56,62 +56,62 @@ class ScoreFiles:
         rows.put(number, {"digest": _digest(path).astype(np.int64)}, differing="keep")
 
     def commit_assigned(self, exp_name: str, targets: int) -> None:
-        """Make what was assigned the scores; every row must have all of its numbers by now."""
+        """Commit the assigned scores; every row must be complete."""
         assigned = self.assigned(exp_name, targets)
         below = self.read(exp_name) if self.finalized(exp_name) else None
-        rows = np.flatnonzero(assigned.there)
+        rows = np.flatnonzero(assigned.written)
         values = assigned.read(rows).numpy()
         lacking = set() if below is not None else set(range(self._count)) - set(rows.tolist())
         lacking |= set(rows[~np.isfinite(values).all(1)].tolist())
         if lacking:
             raise AttributionError(
-                f"the scores of {exp_name!r} lack {len(lacking)} rows, or have values there that "
-                "are not numbers",
+                f"{len(lacking)} rows of the scores of {exp_name!r} are missing or not finite",
+                code="compat.scores_incomplete",
                 found=f"rows {first_rows(sorted(lacking))}",
-                fix=f"assign current_store['{exp_name}_scores'][rows], then save them",
+                fix=f"Assign current_store['{exp_name}_scores'][rows], then save them.",
             )
 
-        def made(out: Any) -> None:
+        def fill(out: Any) -> None:
             if below is not None:
                 out[:] = below
             out[rows] = values
 
-        self.commit(exp_name, targets, made)
+        self.commit(exp_name, targets, fill)
         assigned.clear()
 
     def read(self, exp_name: str) -> Any:
-        """Finalized scores `[n, m]`, once their bytes are seen to be those that were written."""
+        """Read finalized scores `[n, m]` after verifying their checksum."""
         path = self.path(exp_name)
         rows = self._store.rows(f"trak.exp.{exp_name}")
         known = rows.read(rows.done())["digest"] if path.exists() else []
         digest = _digest(path) if len(known) else 0
         if not any(np.array_equal(one, digest) for one in known):
             raise DamagedError(
-                "these scores are not finalized, or not as they were written",
+                "the scores are not finalized, or differ from what was written",
                 path=path,
-                fix=f"finalize_scores({exp_name!r}) makes them again",
+                fix=f"Call finalize_scores({exp_name!r}) to compute them again.",
             )
-        # Changes to it stay in this process.
+        # Copy on write: changes stay in this process.
         return np.load(path, mmap_mode="c", allow_pickle=False)
 
 
 def score_schema(num_targets: int) -> gs.Schema:
-    """What an experiment is begun with."""
+    """Return the schema of an experiment."""
     digest = gs.Array("digest", "int64", (16,), kind="data")
     return gs.Schema((digest,), rows_per_segment=1, fingerprints={"num_targets": str(num_targets)})
 
 
 def _digest(path: Path) -> Any:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(1 << 24):
-            found.update(part)
-    return np.frombuffer(found.digest(), np.uint8)
+            digest.update(part)
+    return np.frombuffer(digest.digest(), np.uint8)
 
 
 @contextlib.contextmanager
 def _replaced_file(path: Path, shape: tuple[int, int]) -> Iterator[Any]:
-    """A map `[n, m]` of zeros to fill; the file has its name when the block ends well."""
+    """Yield a map `[n, m]` of zeros to fill; it replaces the file if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -135,11 +135,11 @@ def _sync(path: Path) -> None:
 
 
 FINALIZATIONS = 1000
-"""How often a model id or an experiment can be finalized, at first."""
+"""Initial capacity of finalizations of a model id or an experiment."""
 
 
 class StoredSets:
-    """Opens each set once; what was begun with other settings or weights is refused."""
+    """Open each set once; sets created with other settings or weights are refused."""
 
     def __init__(
         self, store: gs.Store, *, count: int, dim: int, half: bool, marks: Mapping[str, str]
@@ -150,31 +150,31 @@ class StoredSets:
         self._finals: dict[int, gs.Rows] = {}
 
     def has_model(self, model_id: int) -> bool:
-        """Whether a model id is registered."""
+        """Return True if a model id is registered."""
         return self._has(f"{_id(model_id)}.train")
 
     def model(self, model_id: int, weights: str | None = None) -> RowLog:
-        """The training rows of a model id, begun with these weights; None: with whatever."""
+        """Return the training rows of a model id with these weights; None for any."""
         name = f"{_id(model_id)}.train"
         if weights is None and name not in self._logs:
             weights = str(self.store.rows(name).schema.fingerprints.get("weights", ""))
         return self._open(name, self._count, weights)
 
     def has_targets(self, exp_name: str, model_id: int) -> bool:
-        """Whether an experiment was begun at a model id."""
+        """Return True if an experiment was opened at a model id."""
         return self._has(f"{_id(model_id)}.exp.{exp_name}")
 
     def targets(self, exp_name: str, model_id: int, count: int) -> RowLog:
-        """The gradients of an experiment's targets, begun with the weights of the model id."""
+        """Return the gradients of an experiment's targets, with the weights of the model id."""
         name = f"{_id(model_id)}.exp.{exp_name}"
         return self._open(name, count, self.model(model_id).mark)
 
     def features(self, model_id: int, number: int) -> RowLog:
-        """The features of one finalization of a model id, with the weights of its rows."""
+        """Return the features of one finalization of a model id, with the weights of its rows."""
         return self._open(f"{_id(model_id)}.features.{number}", self._count, None)
 
     def assigned_features(self, model_id: int) -> RowLog:
-        """Features that a script assigned and that no finalization has taken yet."""
+        """Return assigned features that no finalization has used yet."""
         name = f"{_id(model_id)}.assigned.features"
         if name not in self._logs:
             log = RowLog(self.store, name, count=self._count, dim=self._dim, lazy=True)
@@ -182,7 +182,7 @@ class StoredSets:
         return self._logs[name]
 
     def finals(self, model_id: int) -> gs.Rows:
-        """The finalizations of a model id, the last of which counts."""
+        """Return the finalizations of a model id; the last one counts."""
         if model_id not in self._finals:
             arrays = (
                 gs.Array("lambda_reg", "float64", kind="data", nan="keep"),
@@ -194,12 +194,12 @@ class StoredSets:
         return self._finals[model_id]
 
     def refresh(self) -> None:
-        """See what other processes have written to the sets that are open."""
+        """Read entries that other processes have written to the open sets."""
         for log in self._logs.values():
             log.refresh()
 
     def delete(self, model_id: int) -> None:
-        """Delete all that belongs to a model id."""
+        """Delete everything of a model id."""
         prefix = f"{_id(model_id)}."
         for name in self.store.row_sets():
             if name.startswith(prefix):
@@ -211,7 +211,7 @@ class StoredSets:
         return name in self._logs or name in self.store.row_sets()
 
     def _open(self, name: str, count: int, weights: str | None) -> RowLog:
-        """Rows of gradients, whose description must be the one that they were begun with."""
+        """Open rows of gradients; their description must match."""
         if name in self._logs and weights in (None, self._logs[name].mark):
             return self._logs[name]
         marks = self._marks if weights is None else {**self._marks, "weights": weights}

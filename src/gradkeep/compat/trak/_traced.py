@@ -1,7 +1,6 @@
-"""Projected gradients of a batch from one pass forward and back, without `torch.func`.
+"""Projected gradients of a batch from one forward and backward pass, without `torch.func`.
 
-Every layer's factors are sketched as they are; a projector that wants dense gradients gets them
-restored.
+The factors of every layer are sketched directly; a projector of dense gradients gets them restored.
 """
 
 from __future__ import annotations
@@ -33,118 +32,120 @@ _log = logging.getLogger("TRAK")
 
 
 class LayerTracer:
-    """A model's chosen parameters, watched layer by layer."""
+    """Capture of a model's selected parameters, layer by layer."""
 
     def __init__(self, model: nn.Module, task: AbstractModelOutput, names: Sequence[str]) -> None:
-        self._model, self._task = model, _AsTask(task)
+        self._model, self._task = model, _CaptureTask(task)
         self._names = list(names)
         self._prepared: tuple[PreparedCapture, int] | None = None
-        self._refused = False
+        self._unsupported = False
 
     def reset(self) -> None:
-        """The model has other weights now: what no sample depended on may count again."""
-        self._prepared, self._refused = None, False
+        """Prepare again, because the model has other weights."""
+        self._prepared, self._unsupported = None, False
 
     def project(
         self, batch: Sequence[Tensor], projector: AbstractProjector, model_id: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Projections `[B, k]` and weights `[B, 1]`; None if the layers cannot be captured."""
-        if self._refused:
+        """Return projections `[B, k]` and weights `[B, 1]`; None if the layers cannot be captured."""
+        if self._unsupported:
             return None
         try:
             with _trainable(self._model, self._names):
-                return self._all(batch, projector, model_id)
+                return self._project_batch(batch, projector, model_id)
         except CaptureError as error:
             _log.info("using torch.func, as layers cannot be captured: %s", error.message)
-            self._refused = True
+            self._unsupported = True
             return None
 
-    def _all(
+    def _project_batch(
         self, batch: Sequence[Tensor], projector: AbstractProjector, model_id: int
     ) -> tuple[Tensor, Tensor]:
-        prepared, at_once = self._ready(batch)
+        prepared, at_once = self._prepare(batch)
         projections, weights = [], []
         for start in range(0, len(batch[0]), at_once):
             some = [field[start : start + at_once] for field in batch]
             traced = prepared.tracer.run(some)
             with torch.no_grad():
                 pieces = traced.pieces.values()
-                projections.append(self._projected(pieces, projector, model_id, len(some[0])))
+                projections.append(self._project_pieces(pieces, projector, model_id, len(some[0])))
             assert traced.measured.slopes is not None
             weights.append(traced.measured.slopes)
         return torch.cat(projections), torch.cat(weights).unsqueeze(1)
 
-    def _ready(self, batch: Sequence[Tensor]) -> tuple[PreparedCapture, int]:
+    def _prepare(self, batch: Sequence[Tensor]) -> tuple[PreparedCapture, int]:
         if self._prepared is None:
-            # Samples with which it is found out how each layer is captured.
+            # Probe batch.
             rows = min(len(batch[0]), 32)
             some = [field[:rows] for field in batch]
             prepared = prepare_capture(self._model, self._task, some, CaptureSettings(of="output"))
             self._prepared = (prepared, rows_at_once(prepared, rows))
         return self._prepared
 
-    def _projected(
+    def _project_pieces(
         self, pieces: Any, projector: AbstractProjector, model_id: int, rows: int
     ) -> Tensor:
         if not isinstance(projector, SketchProjector):
             return projector.project(self._by_name(pieces, rows), model_id=model_id)
-        made = project_layers(
+        projections = project_layers(
             ((piece.form, piece.rows) for piece in pieces),
             projector.projection,
             rows=rows,
             device=next(self._model.parameters()).device,
             model=model_id,
         )
-        return made * math.sqrt(projector.proj_dim)
+        return projections * math.sqrt(projector.proj_dim)
 
     def _by_name(self, pieces: Any, rows: int) -> dict[str, Tensor]:
-        """Dense gradients in the order of the parameters; zeros for those without any."""
-        found: dict[str, Tensor] = {}
+        """Return dense gradients in the order of the parameters; zeros for those without any."""
+        gradients: dict[str, Tensor] = {}
         for piece in pieces:
-            found |= _restored(piece)
+            gradients |= _restore_gradients(piece)
         named = dict(self._model.named_parameters())
         return {
-            name: found.get(name, named[name].new_zeros(rows, *named[name].shape))
+            name: gradients.get(name, named[name].new_zeros(rows, *named[name].shape))
             for name in self._names
         }
 
 
-class _AsTask(Task):
-    """A task of the facade, as one that captures understand."""
+class _CaptureTask(Task):
+    """A TRAK task as a task of `gk.capture`."""
 
     def __init__(self, task: AbstractModelOutput) -> None:
         self._task = task
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """The outputs stand in: only their gradients are asked for."""
+        """Return the outputs, because only their gradients are used."""
         return self.measure(model, batch).losses
 
     def measure(self, model: nn.Module, batch: Any) -> Measured:
-        """The outputs, and their weights as slopes."""
-        # A task on the released base class has no such method.
+        """Return the outputs, with their weights as slopes."""
+        # Tasks of the released base class have no such method.
         measure = getattr(self._task, "measure", None)
         measured = None if measure is None else measure(model, batch)
         if measured is None:
-            raise CaptureError("the task measures single samples only")
+            raise CaptureError(
+                "the task measures single samples only", code="capture.single_samples"
+            )
         outputs, weights = measured
         return Measured(losses=outputs, outputs=outputs, slopes=weights.reshape(-1))
 
 
 @contextlib.contextmanager
 def _trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Only these parameters require gradients until the block ends: no work for the others."""
-    wanted = set(names)
+    """Enable gradients for these parameters only, inside the block."""
+    chosen = set(names)
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in wanted)
+            parameter.requires_grad_(name in chosen)
         yield
     finally:
         for parameter, flag in before.items():
             parameter.requires_grad_(flag)
 
 
-def _restored(piece: LayerGradients) -> dict[str, Tensor]:
+def _restore_gradients(piece: LayerGradients) -> dict[str, Tensor]:
     dense = piece.form.restore(piece.rows)
     parts = torch.split(dense, [parameter.size for parameter in piece.form.parameters], 1)
     return {

@@ -1,4 +1,4 @@
-"""Gradients of every sample's output, by parameter: vectorised, or one after the other."""
+"""Per-sample gradients of outputs by parameter: vectorized, or one sample at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AbstractGradientComputer(ABC):
-    """What gives gradients per sample, and the weights of outputs in the loss."""
+    """Compute per-sample gradients, and the weights of outputs in the loss."""
 
     def __init__(
         self,
@@ -33,19 +33,19 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
-        """Take over the parameters that the model has now."""
+        """Use the current parameters of the model."""
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Any:
-        """Gradients `[B, P]`, or by parameter `{name: [B, *shape]}`."""
+        """Return gradients `[B, P]`, or by parameter `{name: [B, *shape]}`."""
 
     @abstractmethod
     def compute_loss_grad(self, batch: Sequence[Tensor], batch_size: int | None = None) -> Tensor:
-        """The weights `[B, 1]` of outputs in the loss; B is found in the batch."""
+        """Return the weights `[B, 1]` of outputs in the loss; `batch_size` is ignored."""
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """By `torch.func`: any task whose `get_output` it can differentiate.
+    """Use `torch.func`, for any task whose `get_output` it can differentiate.
 
     Only the parameters in `grad_wrt` are differentiated.
     """
@@ -65,12 +65,12 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Take over the parameters that the model has now."""
+        """Use the current parameters of the model."""
         self.func_weights = dict(model.named_parameters())
         self.func_buffers = dict(model.named_buffers())
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients `{name: [B, *shape]}` of the chosen parameters."""
+        """Return gradients `{name: [B, *shape]}` of the selected parameters."""
         names = list(self.func_weights) if self.grad_wrt is None else self.grad_wrt
         fixed = {name: value.detach() for name, value in self.func_weights.items()}
         chosen = {name: fixed.pop(name) for name in self.func_weights if name in set(names)}
@@ -88,14 +88,14 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return grads
 
     def compute_loss_grad(self, batch: Sequence[Tensor], batch_size: int | None = None) -> Tensor:
-        """The weights `[B, 1]`."""
+        """Return the weights `[B, 1]`."""
         return self.modelout_fn.get_out_to_loss_grad(
             self.model, self.func_weights, self.func_buffers, batch
         )
 
 
 class IterativeGradientComputer(AbstractGradientComputer):
-    """One backward pass a sample, for tasks whose `get_output` takes a batch and gives `[B]`."""
+    """Run one backward pass per sample, for tasks whose `get_output` maps a batch to `[B]`."""
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ class IterativeGradientComputer(AbstractGradientComputer):
         self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Take over the parameters that the model has now."""
+        """Use the current parameters of the model."""
         self.model = model
-        wanted = None if self.grad_wrt is None else set(self.grad_wrt)
+        chosen = None if self.grad_wrt is None else set(self.grad_wrt)
         self.model_params = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if wanted is None or name in wanted
+            if chosen is None or name in chosen
         }
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients `{name: [B, *shape]}` of the chosen parameters."""
+        """Return gradients `{name: [B, *shape]}` of the selected parameters."""
         weights = list(self.model_params.values())
         before = [weight.requires_grad for weight in weights]
         for weight in weights:
@@ -141,7 +141,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         }
 
     def compute_loss_grad(self, batch: Sequence[Tensor], batch_size: int | None = None) -> Tensor:
-        """The weights `[B, 1]`."""
+        """Return the weights `[B, 1]`."""
         return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)
 
 

@@ -1,7 +1,7 @@
-"""What is explained: one output per sample, and how it weighs in the loss.
+"""Model output functions: one output per sample, and its weight in the loss.
 
-A task gives `get_output` for one sample, which works with any model that `torch.func` can handle.
-One that also gives `measure` for a whole batch is captured layer by layer, which is far cheaper;
+A task defines `get_output` for one sample, which works with any model that `torch.func` supports.
+A task that also defines `measure` for a whole batch is captured layer by layer, which is far cheaper;
 all tasks here do.
 """
 
@@ -24,25 +24,25 @@ SIMULATED = 300
 
 
 class AbstractModelOutput(ABC):
-    """A task: subclass it, and give the output of one sample and the weights of a batch."""
+    """Base class of tasks: define the output of one sample and the weights of a batch."""
 
     def __init__(self) -> None:
         return
 
     @abstractmethod
     def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
-        """f(z), a single number, of one sample whose fields come without a batch dimension."""
+        """Return f(z), a scalar, of one sample whose fields have no batch dimension."""
 
     @abstractmethod
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """How much a change of each output changes its loss, `[B, 1]`."""
+        """Return the derivative of the loss by the output, up to its sign, `[B, 1]`."""
 
     def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Outputs `[B]` and weights `[B, 1]` of a batch from one pass; None if that cannot be.
+        """Return outputs `[B]` and weights `[B, 1]` of a batch from one pass; None if that is not possible.
 
-        Give it in a task of your own, and its gradients are captured layer by layer.
+        Define it in your own task to capture its gradients layer by layer.
         """
         return None
 
@@ -50,7 +50,7 @@ class AbstractModelOutput(ABC):
 class _Classification(AbstractModelOutput):
     """Tasks with logits `[B, C]` and one label per sample.
 
-    output = log p / (1 - p), weight = 1 - p at a temperature, with p that of the label.
+    output = log p / (1 - p), weight = 1 - p at a temperature, where p is the label's probability.
     """
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -59,17 +59,17 @@ class _Classification(AbstractModelOutput):
 
     @abstractmethod
     def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """How the model is called: arguments, and arguments by name."""
+        """Return the arguments and keyword arguments of the model's call."""
 
     def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Margins `[B]` and weights `[B, 1]`."""
+        """Return margins `[B]` and weights `[B, 1]`."""
         args, kwargs = self._call(batch[:-1])
         return self._measured(model(*args, **kwargs), batch[-1])
 
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """1 - p `[B, 1]`"""
+        """Return 1 - p `[B, 1]`."""
         *fields, labels = batch
         args, kwargs = self._call(fields)
         with torch.no_grad():
@@ -80,18 +80,18 @@ class _Classification(AbstractModelOutput):
         return _margins(logits, labels), self._weights(logits.detach(), labels)
 
     def _weights(self, logits: Tensor, labels: Tensor) -> Tensor:
-        # 1 - softmax, without cancellation where the model is sure.
+        # 1 - softmax, without cancellation for confident predictions.
         return torch.sigmoid(-_margins(logits / self.loss_temperature, labels)).unsqueeze(1)
 
 
 class ImageClassificationModelOutput(_Classification):
-    """Batches are (image, label); the model is called with the images."""
+    """Image classification; batches are (image, label), and the model is called with the images."""
 
     @staticmethod
     def get_output(  # type: ignore[override] # without self, as it is called on the class too
         model: nn.Module, weights: Any, buffers: Any, image: Tensor, label: Tensor
     ) -> Tensor:
-        """The margin of one sample."""
+        """Return the margin of one sample."""
         logits = functional_call(model, (weights, buffers), (image.unsqueeze(0),))
         return _margins(logits, label.unsqueeze(0)).sum()
 
@@ -100,26 +100,26 @@ class ImageClassificationModelOutput(_Classification):
 
 
 class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
-    """The same with a plain call of the model: `get_output` takes a batch and gives `[B]`."""
+    """Image classification with a plain call of the model: `get_output` maps a batch to `[B]`."""
 
     @staticmethod
     def get_output(  # type: ignore[override]
         model: nn.Module, weights: Any, buffers: Any, images: Tensor, labels: Tensor
     ) -> Tensor:
-        """The margins `[B]` of a batch."""
+        """Return the margins `[B]` of a batch."""
         return _margins(model(images), labels)
 
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """1 - p `[B, 1]`"""
+        """Return 1 - p `[B, 1]`."""
         *fields, labels = batch
         with torch.no_grad():
             return self._weights(model(*fields), labels)
 
 
 class TextClassificationModelOutput(_Classification):
-    """Batches are (input_ids, token_type_ids, attention_mask, label); the model gives logits."""
+    """Text classification; batches are (input_ids, token_type_ids, attention_mask, label)."""
 
     @staticmethod
     def get_output(  # type: ignore[override]
@@ -131,7 +131,7 @@ class TextClassificationModelOutput(_Classification):
         attention_mask: Tensor,
         label: Tensor,
     ) -> Tensor:
-        """The margin of one sample."""
+        """Return the margin of one sample."""
         named = {
             "input_ids": input_id.unsqueeze(0),
             "token_type_ids": token_type_id.unsqueeze(0),
@@ -146,21 +146,21 @@ class TextClassificationModelOutput(_Classification):
 
 
 class LanguageModelingModelOutput(AbstractModelOutput):
-    """Batches are (input_ids, attention_mask, labels), labels of -100 not counted.
+    """Language modeling; batches are (input_ids, attention_mask, labels), labels of -100 are ignored.
 
     output = sum over predicted tokens of log p / (1 - p), weight = mean of their 1 - p. Token t is
     predicted at position t - 1.
     """
 
     def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Outputs `[B]` and weights `[B, 1]`."""
+        """Return outputs `[B]` and weights `[B, 1]`."""
         inputs, mask, labels = batch
         answer = model(input_ids=inputs, attention_mask=mask)
         margins, counted = _token_margins(answer, labels)
         return margins.sum(1), _token_weights(margins.detach(), counted)
 
     def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
-        """The sum of the margins of one sample's tokens."""
+        """Return the sum of the margins of one sample's tokens."""
         inputs, mask, labels = (field.unsqueeze(0) for field in sample)
         named = {"input_ids": inputs, "attention_mask": mask}
         answer = functional_call(model, (weights, buffers), (), named)
@@ -169,7 +169,7 @@ class LanguageModelingModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """The mean of 1 - p `[B, 1]`"""
+        """Return the mean of 1 - p `[B, 1]`."""
         inputs, mask, labels = batch
         named = {"input_ids": inputs, "attention_mask": mask}
         with torch.no_grad():
@@ -178,12 +178,12 @@ class LanguageModelingModelOutput(AbstractModelOutput):
 
 
 class CLIPModelOutput(AbstractModelOutput):
-    """Batches are (image, text); the model gives (image embeddings, text embeddings, scale).
+    """CLIP; batches are (image, text), and the model returns (image embeddings, text embeddings, scale).
 
     With phi and psi the embeddings of a pair and B a batch of others,
     output = -logsumexp(-phi . (psi - psi_B)) - logsumexp(-psi . (phi - phi_B)). The batch B is
-    drawn once from the embeddings that `get_embeddings` computes, and kept by this instance: the
-    output of a pair does not depend on the pairs that happen to come with it. Its weight is
+    drawn once from the embeddings that `get_embeddings` computes, and stored in this instance: the
+    output of a pair does not depend on the other pairs of its batch. Its weight is
     1 - the mean probability of the pair among itself and B.
     """
 
@@ -209,10 +209,9 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Tensor] | None = None,
         preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Embed up to `size` pairs of a loader, and draw the batch B among them.
+        """Embed up to `size` pairs of a loader, and draw the batch B from them.
 
-        The sizes of batches and embeddings are those that are found; the arguments of the
-        released package are accepted.
+        The sizes of batches and embeddings are detected; the arguments of the released package are accepted.
         """
         images, texts, count = [], [], 0
         with torch.no_grad():
@@ -226,7 +225,7 @@ class CLIPModelOutput(AbstractModelOutput):
                 if count >= size:
                     break
         if not count:
-            raise AttributionError("the loader gave no pair to embed")
+            raise AttributionError("the loader is empty", code="compat.empty_loader")
         chosen = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         chosen = chosen[: self.sim_batch_size].to(images[0].device)
         self.num_computed_embeddings = count
@@ -234,13 +233,13 @@ class CLIPModelOutput(AbstractModelOutput):
         self.text_embeddings = torch.cat(texts)[chosen]
 
     def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Outputs `[B]` and weights `[B, 1]`."""
+        """Return outputs `[B]` and weights `[B, 1]`."""
         image, text = batch
         answer = model(image=image, text=text)
         return self._outputs(*answer[:2]), self._weights(*answer)
 
     def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
-        """The output of one pair."""
+        """Return the output of one pair."""
         image, text = (field.unsqueeze(0) for field in sample)
         named = {"image": image, "text": text}
         answer = functional_call(model, (weights, buffers), (), named)
@@ -249,28 +248,29 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Weights `[B, 1]`"""
+        """Return weights `[B, 1]`."""
         image, text = batch
         with torch.no_grad():
             named = {"image": image, "text": text}
             return self._weights(*functional_call(model, (weights, buffers), (), named))
 
-    def _others(self) -> tuple[Tensor, Tensor]:
+    def _simulated_batch(self) -> tuple[Tensor, Tensor]:
         if self.image_embeddings is None or self.text_embeddings is None:
             raise AttributionError(
-                "the embeddings of other pairs are not there yet",
-                fix="run traker.task.get_embeddings(model, loader) before featurizing",
+                "the embeddings of other pairs are missing",
+                code="compat.no_embeddings",
+                fix="Run traker.task.get_embeddings(model, loader) before featurizing.",
             )
         return self.image_embeddings, self.text_embeddings
 
     def _outputs(self, image: Tensor, text: Tensor) -> Tensor:
-        images, texts = self._others()
+        images, texts = self._simulated_batch()
         own = (image * text).sum(1, keepdim=True)
         one = -torch.logsumexp(image @ texts.T - own, 1)
         return one - torch.logsumexp(text @ images.T - own, 1)
 
     def _weights(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        images, texts = self._others()
+        images, texts = self._simulated_batch()
         with torch.no_grad():
             by = scale if self.temperature is None else self.temperature
             own = (image * text).sum(1, keepdim=True)
@@ -289,15 +289,15 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
 
 
 def _margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """log p / (1 - p) of the labels, over the last dimension."""
-    # Compared, not indexed: torch.func can run neither item() nor writes through it.
+    """Return log p / (1 - p) of the labels, over the last dimension."""
+    # Compared, not indexed: torch.func supports neither item() nor indexed writes.
     own = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
     right = torch.where(own, logits, 0).sum(-1)
     return right - torch.where(own, -torch.inf, logits).logsumexp(-1)
 
 
 def _token_margins(answer: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Margins `[B, T - 1]`, zero where not counted, and which are counted."""
+    """Return margins `[B, T - 1]`, zero where ignored, and the mask of counted ones."""
     logits = answer if isinstance(answer, torch.Tensor) else answer.logits
     targets = labels[:, 1:]
     counted = targets >= 0

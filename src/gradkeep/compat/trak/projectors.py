@@ -1,7 +1,7 @@
-"""Projectors under their released names, and the sketch that is the default here.
+"""Projectors under their released names, and the default sketch.
 
-All give vectors of the scale of the released ones, E<Px, Py> = k <x, y>: a ridge means the same.
-Matrices are drawn by (seed, model id, tile), so that no two ids share a part, and the result does
+All have the scale of the released ones, E<Px, Py> = k <x, y>, so a ridge means the same.
+Matrices are drawn by (seed, model id, tile): no two ids share a part, and the result does
 not depend on how a matrix is cut into blocks.
 """
 
@@ -33,7 +33,7 @@ Gradients = Any
 
 
 class ProjectionType(StrEnum):
-    """Of which values a dense matrix is made, or that there is none."""
+    """Distribution of a dense matrix, or a sketch."""
 
     normal = "normal"
     rademacher = "rademacher"
@@ -42,7 +42,7 @@ class ProjectionType(StrEnum):
 
 
 class AbstractProjector(ABC):
-    """Something that makes k numbers of each gradient."""
+    """Base class of projectors from gradients to k numbers."""
 
     def __init__(
         self,
@@ -58,33 +58,33 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """The projections `[B, k]` of gradients `[B, P]`, or of those of each parameter."""
+        """Return the projections `[B, k]` of gradients `[B, P]`, or of those of each parameter."""
 
     def free_memory(self) -> None:  # noqa: B027 - most have nothing to free
-        """Let go of what can be made again."""
+        """Free cached memory."""
 
 
 SKETCHES = ("tensor-sketch", "sjlt")
-"""What `SketchProjector` makes without a dense matrix."""
+"""Projections of `SketchProjector` without a dense matrix."""
 
 
 def sketch_type(grad_dim: int, proj_dim: int, rows: int) -> ProjectionType:
-    """The cheapest sketch of so many rows that keeps full rank, where there can be one.
+    """Choose the cheapest sketch that has full rank for this number of rows.
 
     >>> [sketch_type(size, 512, 800).value for size in (20_000, 1_210)]
     ['tensor-sketch', 'sjlt']
     """
-    # Values a number from which on a TensorSketch has the rank of a dense matrix: on digits it
-    # falls behind below 10, as places stay empty or are shared by the same values.
+    # From 16 values per dimension on a TensorSketch has the rank of a dense matrix; on digits it
+    # falls behind below 10, because of empty and shared buckets.
     if proj_dim > rows or grad_dim >= 16 * proj_dim:
         return ProjectionType.tensor_sketch
     return ProjectionType.sjlt if proj_dim >= 4 else ProjectionType.rademacher
 
 
 class SketchProjector(AbstractProjector):
-    """A TensorSketch: from factors where there are some, else the same numbers from gradients.
+    """A TensorSketch of factors, or the same numbers from dense gradients.
 
-    Gradients without parameters' names are folded instead. `proj_type` chooses another sketch.
+    Gradients without parameter names are folded instead. `proj_type` selects another sketch.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class SketchProjector(AbstractProjector):
         self.projection = Projection(kind, self.proj_dim, self.seed)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """The projections `[B, k]`."""
+        """Return the projections `[B, k]`."""
         make = project_parameters if isinstance(grads, Mapping) else project_dense
         return make(grads, self.projection, model=model_id) * math.sqrt(self.proj_dim)
 
 
 class NoOpProjector(AbstractProjector):
-    """The gradients as they are; `proj_dim` 0 stands for their size."""
+    """Return gradients unchanged; `proj_dim` 0 means their size."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class NoOpProjector(AbstractProjector):
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """The gradients `[B, P]`."""
+        """Return the gradients `[B, P]`."""
         return _flat(grads)
 
 
 class _Matrix(AbstractProjector):
-    """A dense matrix of the type that is asked for."""
+    """Project with a dense matrix of a type."""
 
     def __init__(
         self,
@@ -145,31 +145,31 @@ class _Matrix(AbstractProjector):
             "normal" if self.proj_type == "normal" else "rademacher", self.proj_dim, self.seed
         )
         self.model_id = model_id
-        self._kept: tuple[object, Tensor] | None = None
+        self._cached: tuple[object, Tensor] | None = None
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """The products `[B, k]` with the matrix of this model id."""
+        """Return the products `[B, k]` with the matrix of this model id."""
         flat = _flat(grads).float()
         self.model_id = model_id
-        if 4 * self.grad_dim * self.proj_dim > _KEPT or flat.shape[1] != self.grad_dim:
+        if 4 * self.grad_dim * self.proj_dim > _MAX_CACHED_BYTES or flat.shape[1] != self.grad_dim:
             return project_dense(flat, self._projection, model=model_id) * math.sqrt(self.proj_dim)
         return flat @ self._matrix().to(flat.device)
 
     def free_memory(self) -> None:
-        """Forget the matrix; it is drawn again when it is needed."""
-        self._kept = None
+        """Free the matrix; it is drawn again on demand."""
+        self._cached = None
 
     def _matrix(self) -> Tensor:
-        """The matrix `[P, k]` of the current model id."""
-        if self._kept is None or self._kept[0] != self.model_id:
-            self._kept = None
+        """Return the matrix `[P, k]` of the current model id."""
+        if self._cached is None or self._cached[0] != self.model_id:
+            self._cached = None
             matrix = dense_matrix(self.grad_dim, self._projection, model=self.model_id)
-            self._kept = (self.model_id, matrix.to(self.device))
-        return self._kept[1]
+            self._cached = (self.model_id, matrix.to(self.device))
+        return self._cached[1]
 
 
-_KEPT = 1 << 30
-"""Bytes of a matrix that is kept from batch to batch."""
+_MAX_CACHED_BYTES = 1 << 30
+"""Largest matrix in bytes that is cached between batches."""
 
 
 class BasicSingleBlockProjector(_Matrix):
@@ -192,7 +192,7 @@ class BasicSingleBlockProjector(_Matrix):
 
     @property
     def proj_matrix(self) -> Tensor:
-        """The matrix `[P, k]` of the current model id, drawn when it is asked for."""
+        """Matrix `[P, k]` of the current model id, drawn on demand."""
         return self._matrix().to(self.dtype)
 
     def generate_sketch_matrix(self) -> None:
@@ -201,7 +201,7 @@ class BasicSingleBlockProjector(_Matrix):
 
 
 class BasicProjector(_Matrix):
-    """A dense matrix; its numbers do not depend on `block_size`."""
+    """Project with a dense matrix, independent of `block_size`."""
 
     def __init__(
         self,
@@ -225,16 +225,16 @@ class BasicProjector(_Matrix):
 
     @property
     def proj_matrix(self) -> Tensor:
-        """The block `[P, block_size]` that was generated last, of the current model id."""
+        """Block `[P, block_size]` that was generated last, of the current model id."""
         start = self._block * self.block_size
         return self._matrix()[:, start : start + self.block_size].to(self.dtype)
 
     def get_generator_states(self) -> None:
-        """Name the blocks in `generator_states`, for `generate_sketch_matrix`."""
+        """List the blocks in `generator_states`, for `generate_sketch_matrix`."""
         self.generator_states = list(range(self.num_blocks))
 
     def generate_sketch_matrix(self, generator_state: int) -> None:
-        """Make `proj_matrix` the block of that name; the last may be narrower."""
+        """Select the block of `proj_matrix`; the last may be narrower."""
         if generator_state not in self.generator_states:
             raise ValueError(
                 f"{generator_state!r} names no block: take one of generator_states, 0 to "
@@ -244,7 +244,7 @@ class BasicProjector(_Matrix):
 
 
 class CudaProjector(_Matrix):
-    """A dense matrix on any device; no extension has to be compiled, and any `proj_dim` will do."""
+    """Project with a dense matrix on any device, without compiled extensions and with any `proj_dim`."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class CudaProjector(_Matrix):
 
 
 class ChunkedCudaProjector:
-    """The sum of the projections of consecutive chunks of parameters."""
+    """Sum the projections of consecutive chunks of parameters."""
 
     def __init__(
         self,
@@ -282,22 +282,22 @@ class ChunkedCudaProjector:
         self.device, self.dtype = device, dtype
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """The projections `[B, k]`."""
+        """Return the projections `[B, k]`."""
         flat = _flat(grads)
         out = flat.new_zeros(len(flat), self.proj_dim)
         parts = torch.split(flat, self.params_per_chunk, 1)
         for number, (projector, part) in enumerate(
             zip(self.projector_per_chunk, parts, strict=True)
         ):
-            # Chunks of one seed and size would else get one matrix.
+            # Otherwise chunks of one seed and size would share a matrix.
             out += projector.project(part, model_id=(model_id, number))  # type: ignore[arg-type]
         return out
 
     def allocate_input(self) -> None:
-        """Nothing: chunks are projected where they are."""
+        """Do nothing: chunks are projected in place."""
 
     def free_memory(self) -> None:
-        """Let go of what can be made again."""
+        """Free cached memory."""
         for projector in self.projector_per_chunk:
             projector.free_memory()
 

@@ -1,4 +1,4 @@
-"""The released formulas of features and scores, computed in float64 whatever is stored."""
+"""The released formulas of features and scores, computed in float64 for any stored precision."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class AbstractScoreComputer(ABC):
-    """From projected gradients X `[n, k]` to features and scores."""
+    """Compute features and scores from projected gradients X `[n, k]`."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device) -> None:
         self.dtype, self.device = dtype, device
 
     @abstractmethod
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """X^T X `[k, k]`"""
+        """Return X^T X `[k, k]`."""
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Features X (X^T X)^-1 `[n, k]`"""
+        """Return features X (X^T X)^-1 `[n, k]`."""
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
@@ -49,7 +49,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         self.lambda_reg = float(lambda_reg)
 
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """X^T X `[k, k]`, float64"""
+        """Return X^T X `[k, k]`, float64."""
         out = torch.zeros(grads.shape[1], grads.shape[1], dtype=torch.float64)
         for rows in torch.split(grads, self.CUDA_MAX_DIM_SIZE):
             wide = rows.double()
@@ -57,7 +57,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         return out
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """X A^-1 / mean|A^-1| `[n, k]`, float32"""
+        """Return X A^-1 / mean|A^-1| `[n, k]`, float32."""
         inverse = scaled_inverse(xtx, self.lambda_reg)
         parts = [
             (rows.double() @ inverse).float() for rows in torch.split(grads, self.CUDA_MAX_DIM_SIZE)
@@ -73,7 +73,7 @@ class BasicScoreComputer(AbstractScoreComputer):
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
-    """The same in one block."""
+    """Compute everything in one block."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class BasicSingleBlockScoreComputer(BasicScoreComputer):
 
 
 def scaled_inverse(xtx: Tensor, ridge: float) -> Tensor:
-    """A^-1 / mean|A^-1| of A = X^T X + ridge I; an error if A is singular."""
+    """Return A^-1 / mean|A^-1| of A = X^T X + ridge I; raise if A is singular."""
     matrix = xtx.double() + ridge * torch.eye(len(xtx), dtype=torch.float64)
-    # Scaled to a unit diagonal, the smallest pivot tells of a rank that is missing.
+    # With a unit diagonal, a small pivot shows that the matrix is singular.
     diagonal = matrix.diagonal().clamp(min=0).sqrt()
     scale = torch.where(diagonal > 0, diagonal, torch.ones_like(diagonal))
     factor, failed = torch.linalg.cholesky_ex(matrix / scale / scale.unsqueeze(1))
@@ -96,16 +96,17 @@ def scaled_inverse(xtx: Tensor, ridge: float) -> Tensor:
         values = torch.linalg.eigvalsh(matrix / scale / scale.unsqueeze(1))
         rank = int((values > _PIVOT**2 * values.max()).sum())
         raise AttributionError(
-            "the projected gradients do not span all dimensions: without a ridge their inverse, "
-            "and so every score, would be noise",
+            "the projected gradients do not span all dimensions, so without a ridge every score would "
+            "be noise",
+            code="compat.singular",
             found=f"a singular matrix of {len(xtx)} x {len(xtx)}, of rank {rank}, "
             f"lambda_reg={ridge:g}",
-            fix="leave lambda_reg out for the relative ridge, pass a positive one, or choose "
-            f"proj_dim={max(1, rank // 2)}",
+            fix="Remove lambda_reg to use the relative ridge, pass a positive one, or use "
+            f"proj_dim={max(1, rank // 2)}.",
         )
     inverse = torch.cholesky_inverse(factor) / scale / scale.unsqueeze(1)
     return inverse / inverse.abs().mean()
 
 
 _PIVOT = 1e-6
-"""Pivots below this share of a column are rounding: rows are float32, whose steps are 1.2e-7."""
+"""Pivots below this fraction of a column are rounding errors of float32, whose epsilon is 1.2e-7."""

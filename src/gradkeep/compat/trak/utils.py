@@ -1,4 +1,4 @@
-"""Small functions of the released package that scripts call by name."""
+"""Utility functions of the released package that scripts call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 - its name, not a test
-    """Featurize a small model; `use_fast_jl` uses the first CUDA device if there is one."""
+    """Featurize a small model to check the installation.
+
+    Args:
+        use_fast_jl: Use the first CUDA device if there is one.
+    """
     from gradkeep.compat.trak.traker import TRAKer
 
     device = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
@@ -33,30 +37,30 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 - its name, n
         )
         traker.load_checkpoint(model.state_dict(), model_id=0)
         traker.featurize(batch, num_samples=20)
-    print(f"TRAK works here, on {device}; nothing had to be compiled.")
+    print(f"TRAK works on {device}; nothing had to be compiled.")
 
 
 test_install.__test__ = False  # type: ignore[attr-defined] # its name, not a test
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All values in one vector, whatever their layout."""
+    """Concatenate all values to one vector."""
     return torch.cat([parameter.reshape(-1) for parameter in parameters])
 
 
 def get_num_params(model: nn.Module) -> int:
-    """p, the number of values of all parameters."""
+    """Return p, the number of values of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def is_not_buffer(ind: Any, params_dict: Mapping[Any, str]) -> bool:
-    """Whether the name at `ind` is no statistic of a batch norm."""
+    """Return True if the name at `ind` is not a statistic of a batch norm."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return not any(name in params_dict[ind] for name in statistics)
 
 
 def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: Any = None) -> Tensor:
-    """Gradients `{name: [B, *shape]}` as one matrix `[B, P]`, in their order."""
+    """Concatenate gradients `{name: [B, *shape]}` to a matrix `[B, P]`, in their order."""
     flat = torch.cat([value.detach().reshape(len(value), -1) for value in g.values()], 1)
     if device is not None:
         flat = flat.to(device)
@@ -64,12 +68,12 @@ def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: Any = 
 
 
 def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
-    """Bytes of all products of features `[n, k]` and targets `[m, k]`."""
+    """Return the bytes of all products of features `[n, k]` and targets `[m, k]`."""
     return len(features) * len(target_grads) * target_dtype.itemsize
 
 
 def get_free_memory(device: str | torch.device) -> int:
-    """Bytes that are reserved on a CUDA device and not in use; on the CPU, those of the machine."""
+    """Return the bytes reserved but not in use on a CUDA device; on the CPU, the available memory."""
     if torch.device(device).type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -78,7 +82,7 @@ def get_free_memory(device: str | torch.device) -> int:
 def get_matrix_mult_standard(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype
 ) -> Tensor:
-    """features @ target_grads^T in one product, computed in 32 bits at least."""
+    """Return features @ target_grads^T in one product, computed in at least 32 bits."""
     wide = torch.promote_types(features.dtype, torch.float32)
     return (features.to(wide) @ target_grads.to(wide).T).to(target_dtype)
 
@@ -86,14 +90,14 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """The same by blocks of `bs` rows and columns, on a CUDA device if there is one; on the CPU."""
+    """Return features @ target_grads^T by blocks of `bs` rows and columns, on a CUDA device if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = torch.empty(len(features), len(target_grads), dtype=target_dtype)
     for row in range(0, len(features), bs):
-        left = features[row : row + bs].to(device)
+        feature_rows = features[row : row + bs].to(device)
         for column in range(0, len(target_grads), bs):
-            right = target_grads[column : column + bs].to(device)
-            product = get_matrix_mult_standard(left, right, target_dtype)
+            target_rows = target_grads[column : column + bs].to(device)
+            product = get_matrix_mult_standard(feature_rows, target_rows, target_dtype)
             out[row : row + bs, column : column + bs] = product.cpu()
     return out
 
@@ -105,7 +109,7 @@ def get_matrix_mult(
     batch_size: int = 8096,
     use_blockwise: bool = False,
 ) -> Tensor:
-    """features @ target_grads^T, by blocks if asked for, or if the answer fits no CUDA device."""
+    """Return features @ target_grads^T, by blocks on request or if the result does not fit the CUDA device."""
     dtype = features.dtype if target_dtype is None else target_dtype
     large = features.is_cuda and get_output_memory(
         features, target_grads, dtype
@@ -116,7 +120,7 @@ def get_matrix_mult(
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Values that fit 32 bits with a batch, and the sizes of chunks of parameters below that."""
+    """Return the number of values that fit 32 bits with a batch, and the sizes of chunks of parameters below it."""
     most = (2**32 - 1) // batch_size
     chunks: list[int] = []
     for parameter in model.parameters():

@@ -53,7 +53,7 @@ def similarity(fitted: Datamodels, other: Datamodels | None = None) -> AnyArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Neighbours:
+class Neighbors:
     """Nearest targets of each target.
 
     Attributes:
@@ -66,7 +66,7 @@ class Neighbours:
 
 
 @checked(DatamodelsError)
-def neighbours(fitted: Datamodels, count: int = 10) -> Neighbours:
+def neighbors(fitted: Datamodels, count: int = 10) -> Neighbors:
     """Find the targets with the most similar datamodels.
 
     Costs t^2 n operations, in blocks.
@@ -81,7 +81,7 @@ def neighbours(fitted: Datamodels, count: int = 10) -> Neighbours:
     Example:
         >>> from gradkeep.datamodels import fit, planted
         >>> data = planted(300, 20, 5)
-        >>> neighbours(fit(data.masks, data.outputs), 2).ids.shape
+        >>> neighbors(fit(data.masks, data.outputs), 2).ids.shape
         (5, 2)
     """
     _arguments.count("count", count, error=DatamodelsError, least=1)
@@ -96,7 +96,7 @@ def neighbours(fitted: Datamodels, count: int = 10) -> Neighbours:
         order = np.argsort(-part, axis=1, kind="stable")[:, :count]
         ids[start : start + _BLOCK] = order
         cosine[start : start + _BLOCK] = np.take_along_axis(part, order, axis=1)
-    return Neighbours(ids, cosine)
+    return Neighbors(ids, cosine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

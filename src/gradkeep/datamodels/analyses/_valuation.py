@@ -99,7 +99,7 @@ def _difference(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memorisation:
+class Memorization:
     """Memorization of training examples; NaN where all models or none trained on an example.
 
     Attributes:
@@ -118,7 +118,7 @@ class Memorisation:
 
 
 @checked(DatamodelsError)
-def memorisation(masks: Any, outputs: Any) -> Memorisation:
+def memorization(masks: Any, outputs: Any) -> Memorization:
     """Estimate how much of its own output each training example owes to itself (Feldman and Zhang).
 
     A label that models without the example reject is suspicious. Costs m n.
@@ -133,7 +133,7 @@ def memorisation(masks: Any, outputs: Any) -> Memorisation:
     Example:
         >>> masks = np.random.default_rng(0).random((400, 3)) < 0.5
         >>> outputs = np.where(masks, [1.0, 1.0, 1.0], [0.9, -2.0, 0.8])
-        >>> result = memorisation(masks, outputs)
+        >>> result = memorization(masks, outputs)
         >>> result.value.round(1).tolist(), int(result.suspects[0])
         ([0.1, 3.0, 0.2], 1)
     """
@@ -142,7 +142,7 @@ def memorisation(masks: Any, outputs: Any) -> Memorisation:
     n = packed.num_examples
     if y.shape[1] != n:
         raise DatamodelsError(
-            "memorisation needs the outputs of the training examples themselves",
+            "memorization needs the outputs of the training examples themselves",
             found=f"{y.shape[1]} targets",
             expected=f"{n}, one per training example and in their order",
         )
@@ -159,7 +159,7 @@ def memorisation(masks: Any, outputs: Any) -> Memorisation:
             )
     means, errors = zip(*(_mean_and_error(*part) for part in sums), strict=True)
     unseen = means[1] + centre
-    return Memorisation(
+    return Memorization(
         means[0] + centre,
         unseen,
         means[0] - means[1],

@@ -20,9 +20,23 @@ _AT_ONCE = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correlation:
-    """The correlation of predicted and true outputs over models: `value`, `low`, `high` `[t]`, and
-    their mean over targets. A constant prediction of a target that varies counts as 0; where the
-    output itself is constant there is nothing to predict: NaN, and left out of the mean."""
+    """Correlation of predicted and true outputs over models, with intervals.
+
+    A constant prediction of a varying target counts as 0. A constant output gives NaN and is excluded from the mean.
+
+    Attributes:
+        value: Correlations `[t]`.
+        low: Lower ends of the intervals `[t]`.
+        high: Upper ends of the intervals `[t]`.
+        mean: Mean over targets.
+        mean_low: Lower end of its interval.
+        mean_high: Upper end of its interval.
+        models: Number of models.
+        level: Level of the intervals.
+        kind: `"pearson"` or `"spearman"`.
+        constant_outputs: Targets with a constant output.
+        constant_predictions: Targets with a constant prediction, mostly because no weights predict best.
+    """
 
     value: AnyArray
     low: AnyArray
@@ -61,16 +75,26 @@ def correlation(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Correlation:
-    """The correlation over models of predictions and outputs `[m, t]`, with bootstrap intervals.
+    """Correlate predictions and outputs over models, with bootstrap intervals.
 
-    Models are drawn anew with replacement, the same for all targets, so that the mean over targets
-    has an honest interval too. `kind="spearman"` correlates ranks: its mean over targets is the
-    linear datamodeling score. Costs resamples x m x t.
+    Models are resampled with replacement, alike for all targets. Costs resamples x m x t.
 
-    >>> x = np.arange(20.0)[:, None]
-    >>> found = correlation(x, x ** 3, kind="spearman")
-    >>> round(found.mean, 6), found.models
-    (1.0, 20)
+    Args:
+        predicted: Predictions `[m, t]`.
+        actual: Outputs `[m, t]`.
+        kind: `"pearson"`, or `"spearman"` for ranks: its mean over targets is the linear datamodeling score.
+        level: Level of the intervals.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
+
+    Returns:
+        Correlations of all targets, their mean, and intervals.
+
+    Example:
+        >>> x = np.arange(20.0)[:, None]
+        >>> fitted = correlation(x, x ** 3, kind="spearman")
+        >>> round(fitted.mean, 6), fitted.models
+        (1.0, 20)
     """
     if not 0 < level < 1:
         raise DatamodelsError("level is a share between 0 and 1", found=level, expected="0.95")

@@ -144,10 +144,10 @@ def _mirror(out: AnyArray) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counts:
-    """Sums over m models: `pairs` X'X `[n, n]` (exact), `cross` X'(Y - o) `[n, t]`, `total` and
-    `squares` of Y - o `[t]`, in float64, with a fixed `offset` o `[t]` so that nothing cancels.
+    """Sufficient statistics of m models.
 
-    Costs one pass over the masks; more models are added, and left-out ones taken away, without it.
+    `pairs` X'X `[n, n]` (exact), `cross` X'(Y - o) `[n, t]`, and `total` and `squares` of Y - o `[t]` in float64, with a fixed
+    `offset` o `[t]` against cancellation. Costs one pass over the masks; models can be added and subtracted without another.
 
     >>> from gradkeep.datamodels import Masks
     >>> counts = Counts.of(Masks.of([[1, 0], [1, 1]]), np.array([[3.0], [5.0]]))

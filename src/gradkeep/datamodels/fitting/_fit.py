@@ -72,30 +72,50 @@ def fit(
     progress: Callable[[int, int], None] | None = None,
     each_penalty: Callable[[PenaltyStep], None] | None = None,
 ) -> Datamodels:
-    """Datamodels of t outputs of m models trained on subsets `masks [m, n]` of n examples.
+    """Fit datamodels to the outputs of models trained on subsets.
 
-    `penalty` is `l1` (the default), `elastic` (with the given `share` of L1), `ridge` (the default
-    with a prior, and with fewer models than a tenth of the examples, where sparse weights cannot be
-    told from noise) or `means` (difference of means, which has none). `lambdas` are tried from large to
-    small, as a number of them or as fractions of each target's least penalty without weights (of
-    n / m for ridge). Each target takes the one that predicts best the models that were left out:
-    `held_out`, a part (by default a tenth) or rows, or all in turn with `folds`; then all models
-    are fitted. `lam [t]` skips the choice. `prior [t, n]` are attribution scores that the weights
-    shrink towards, as far as `variances [n]` allow each example to differ; all targets then share
-    one choice, made with five folds below 1,000 models, and the prior alone (a penalty of infinity) is
-    taken unless the models left out say by more than chance that it can be bettered. Same input and
-    seed, same bits. `each_penalty` is told what each penalty came to, where rows choose, and then
-    the last fit.
+    Penalties are tried from large to small, and each target takes the one that best predicts held-out models; then all models are fitted. With a
+    prior, all targets share one choice, made with five folds below 1,000 models, and the prior alone (an infinite penalty) is used unless
+    held-out models show a significant gain. The same input and seed give the same bits.
 
-    Costs m n^2 / 24 additions for the pairs, then 2 n^2 t for each of about ten steps per penalty;
-    n^2 (2 + 4) bytes in float32. Under `memory_budget` the counts go to a file in `scratch`.
+    Costs m n^2 / 24 additions for the pair counts, then 2 n^2 t for each of about ten steps per penalty, and n^2 (2 + 4) bytes in float32.
 
-    >>> rng = np.random.default_rng(0)
-    >>> masks = rng.random((400, 30)) < 0.5
-    >>> outputs = 3.0 * masks[:, 4] - 2.0 * masks[:, 7] + 1 + 0.1 * rng.standard_normal(400)
-    >>> found = fit(masks, outputs)
-    >>> found.weights[[4, 7], 0].round(1).tolist(), found.held_out.mean > 0.99
-    ([3.0, -2.0], True)
+    Args:
+        masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+        outputs: Outputs `[m, t]` or `[m]`.
+        penalty: `"l1"` (default), `"elastic"`, `"ridge"` (default with a prior, and with fewer models than a tenth of the examples) or `"means"`
+            (difference of means).
+        lambdas: Number of penalties, or fractions of the smallest penalty without weights (of n / m for ridge).
+        lam: Fixed penalties `[t]`; skips the selection.
+        held_out: Share of the models, or rows, to hold out; a tenth by default.
+        folds: Number of cross-validation folds instead of `held_out`.
+        share: Share of L1 in an elastic net.
+        prior: Attribution scores `[t, n]` that the weights shrink towards.
+        variances: How much each example may differ from the prior `[n]`.
+        tolerance: Duality gap to reach, in units of half the output's variance.
+        max_steps: Maximum number of solver steps.
+        dtype: `"float32"` or `"float64"`.
+        device: Device of the solver.
+        memory_budget: Memory limit in bytes, or as `"4GiB"`; counts go to a file if needed.
+        scratch: Folder of that file.
+        seed: Seed of the held-out choice.
+        progress: Called with the number of finished and of all steps.
+        each_penalty: Called with the result of each penalty.
+
+    Returns:
+        The fitted datamodels.
+
+    Raises:
+        DatamodelsError: If masks, outputs or options do not fit together.
+        BudgetError: If the memory budget is too small.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> masks = rng.random((400, 30)) < 0.5
+        >>> outputs = 3.0 * masks[:, 4] - 2.0 * masks[:, 7] + 1 + 0.1 * rng.standard_normal(400)
+        >>> fitted = fit(masks, outputs)
+        >>> fitted.weights[[4, 7], 0].round(1).tolist(), fitted.held_out.mean > 0.99
+        ([3.0, -2.0], True)
     """
     _arguments.count("seed", seed, error=DatamodelsError)
     _check_device(device)

@@ -27,14 +27,18 @@ _ANY = "biufcmMOSUV"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masks:
-    """The subsets of m models over n training examples, packed to bits `[m, ceil(n / 8)]`.
+    """Training subsets of m models over n examples, packed to bits.
 
-    Bit j of a row (least significant first, as the store keeps masks) says whether that model
-    was trained on example j. Takes m n / 8 bytes, and none of memory for a memory map.
+    Bit j of a row (least significant first) is set if the model was trained on example j. Takes m n / 8 bytes.
 
-    >>> masks = Masks.of([[1, 0, 1], [0, 1, 1]])
-    >>> masks.shape, masks.sizes().tolist(), masks[1:].numpy().astype(int).tolist()
-    ((2, 3), [2, 2], [[0, 1, 1]])
+    Attributes:
+        bits: Packed bits, uint8 `[m, ceil(n / 8)]`.
+        num_examples: Number of examples n.
+
+    Example:
+        >>> masks = Masks.of([[1, 0, 1], [0, 1, 1]])
+        >>> masks.shape, masks.sizes().tolist(), masks[1:].numpy().astype(int).tolist()
+        ((2, 3), [2, 2], [[0, 1, 1]])
     """
 
     bits: AnyArray
@@ -59,7 +63,14 @@ class Masks:
     @classmethod
     @checked(DatamodelsError)
     def of(cls, masks: Any) -> Masks:
-        """Masks from an array `[m, n]` of booleans or of zeros and ones; packed ones as they are."""
+        """Pack masks.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+
+        Returns:
+            Packed masks; packed ones unchanged.
+        """
         if isinstance(masks, Masks):
             return masks
         array = as_array(masks)
@@ -106,12 +117,20 @@ class Masks:
         return Masks(np.concatenate([self.bits, other.bits]), self.num_examples)
 
     def numpy(self) -> AnyArray:
-        """The masks as booleans `[m, n]`: eight times the memory."""
+        """Return booleans `[m, n]`, in eight times the memory."""
         return self.dense(0, len(self)).view(np.bool_)
 
     @checked(DatamodelsError)
     def dense(self, start: int, stop: int) -> AnyArray:
-        """Zeros and ones of some models, uint8 `[stop - start, n]`."""
+        """Unpack the masks of some models.
+
+        Args:
+            start: First model.
+            stop: One after the last model.
+
+        Returns:
+            Zeros and ones, uint8 `[stop - start, n]`.
+        """
         _arguments.count("start", start, error=DatamodelsError)
         _arguments.count("stop", stop, error=DatamodelsError)
         rows = np.ascontiguousarray(self.bits[start:stop])
@@ -119,24 +138,31 @@ class Masks:
 
     @checked(DatamodelsError)
     def blocks(self, most: int) -> Iterator[tuple[int, AnyArray]]:
-        """All models in order, `most` at a time: where each block begins, and `dense` of it."""
+        """Iterate over unpacked blocks of models.
+
+        Args:
+            most: Models per block.
+
+        Yields:
+            The first model of each block, and its masks, uint8.
+        """
         _arguments.count("most", most, error=DatamodelsError, least=1)
         for start in range(0, len(self), most):
             yield start, self.dense(start, min(len(self), start + most))
 
     def sizes(self) -> AnyArray:
-        """How many examples each model was trained on, `[m]`."""
+        """Return the subset size of each model `[m]`."""
         return np.asarray(_ONES[self.bits].sum(axis=1, dtype=np.int64))
 
     def num_repeated(self) -> int:
-        """How many models have the mask of an earlier one."""
+        """Return the number of models with the mask of an earlier one."""
         rows = np.ascontiguousarray(self.bits)
         whole = rows.view(np.dtype((np.void, rows.shape[1]))).ravel()
         return len(self) - len(np.unique(whole))
 
 
 def as_array(values: Any) -> AnyArray:
-    """The values of a tensor, told without importing torch, or of anything else."""
+    """Convert a tensor or anything else to an array."""
     return _arguments.array("it", values, error=DatamodelsError, kinds=_ANY, expected="an array")
 
 
@@ -160,10 +186,11 @@ def draw_masks(
     alpha: float = 0.5,
     subsets: Subsets = "fixed",
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """The masks `[K, num_examples]` of these models: each follows from (seed, index) alone.
+    """Draw the masks `[K, num_examples]` of these models; each depends on (seed, index) only.
 
-    >>> draw_masks(0, [5], num_examples=8).astype(int).tolist()
-    [[0, 0, 1, 1, 0, 0, 1, 1]]
+    Example:
+        >>> draw_masks(0, [5], num_examples=8).astype(int).tolist()
+        [[0, 0, 1, 1, 0, 0, 1, 1]]
     """
     check_alpha(alpha, num_examples=num_examples)
     masks = np.zeros((len(indices), num_examples), np.bool_)
@@ -178,17 +205,17 @@ def draw_masks(
 
 
 def training_seed(seed: int, index: int) -> int:
-    """The seed for whatever else is random in a model's training, below 2**31."""
+    """Return the training seed of a model, below 2**31."""
     return int(_bits(seed, index, _TRAINING).random_raw()) >> 33
 
 
 def subset_size(alpha: float, num_examples: int) -> int:
-    """How many examples a subset of fixed size has."""
+    """Return the number of examples in a subset of fixed size."""
     return max(1, round(alpha * num_examples))
 
 
 def check_alpha(alpha: float, *, num_examples: int) -> None:
-    """Refuse a share that leaves nothing to learn from, or nothing out."""
+    """Validate the share of examples in a subset."""
     if not 0 < alpha < 1:
         raise DatamodelsError(
             "alpha is the share of examples in a subset", found=alpha, expected="0 < alpha < 1"
@@ -209,7 +236,14 @@ def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlantedData:
-    """`masks [m, n]`, `outputs [m, t]`, and the `weights [n, t]` and `bias [t]` they came from."""
+    """Synthetic subsets and outputs with known weights.
+
+    Attributes:
+        masks: Subsets `[m, n]`.
+        outputs: Outputs `[m, t]`.
+        weights: True weights `[n, t]`.
+        bias: True biases `[t]`.
+    """
 
     masks: AnyArray
     outputs: AnyArray
@@ -229,14 +263,25 @@ def planted(
     explained: float = 0.8,
     seed: int = 0,
 ) -> PlantedData:
-    """Outputs = masks . weights + bias + noise, with `large` weights per target over a dense tail.
+    """Generate outputs = masks . weights + bias + noise.
 
-    Every example is in a subset with probability `alpha`; `explained` is the part of an output's
-    variance that is no noise.
+    Args:
+        models: Number of models m.
+        examples: Number of training examples n.
+        targets: Number of outputs t.
+        alpha: Probability of an example to be in a subset.
+        large: Large weights per target.
+        tail: Standard deviation of all other weights.
+        explained: Share of an output's variance that is not noise.
+        seed: Random seed.
 
-    >>> data = planted(100, 20, 3)
-    >>> data.masks.shape, data.outputs.shape, data.weights.shape
-    ((100, 20), (100, 3), (20, 3))
+    Returns:
+        Masks, outputs and the true weights.
+
+    Example:
+        >>> data = planted(100, 20, 3)
+        >>> data.masks.shape, data.outputs.shape, data.weights.shape
+        ((100, 20), (100, 3), (20, 3))
     """
     for name, value in (("models", models), ("examples", examples), ("targets", targets)):
         _arguments.count(name, value, error=DatamodelsError, least=1)

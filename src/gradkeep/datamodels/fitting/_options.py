@@ -35,8 +35,7 @@ _MOST_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FitLayout:
-    """Whether the counts lie in memory and the matrix is made whole; how many targets are solved
-    together; how many rows a panel and how many examples a working set may have."""
+    """Division of a fit to stay within its memory budget."""
 
     in_memory: bool
     targets: int

@@ -38,8 +38,7 @@ class _Until(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class PathSolver:
-    """How a penalty is minimised: its kind, the share of L1 in an elastic net, when to stop, and
-    how many examples a working set may have in memory."""
+    """Solver of a path of penalties, with its stopping rule and the size of working sets."""
 
     kind: Penalty
     share: float
@@ -161,8 +160,10 @@ def follow_path(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenaltyChoice:
-    """Per target: the place of the chosen penalty on the path `[t]`, the penalty in output units
-    `[t]`, the weights there `[n, t]`, and what they predict for the left-out models `[m', t]`."""
+    """Selected penalty of each target.
+
+    The index on the path `[t]`, the penalty in output units `[t]`, the weights `[n, t]`, and the predictions for held-out models `[m', t]`.
+    """
 
     index: AnyArray
     lam: AnyArray
@@ -221,7 +222,7 @@ def step_of(
 
 
 def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
-    """mask . weights + bias for all models, float64 `[m, t]`."""
+    """Mask . weights + bias for all models, float64 `[m, t]`."""
     out = np.empty((len(masks), weights.shape[1]))
     for start, rows in masks.blocks(1024):
         out[start : start + len(rows)] = rows.astype(weights.dtype) @ weights

@@ -37,10 +37,26 @@ _HELD_LISTS = ("constant_outputs", "constant_predictions")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Datamodels:
-    """Linear maps from a training subset to a model's outputs: output = mask . weights + bias.
+    """Linear models from a training subset to a model's outputs: output = mask . weights + bias.
 
-    Made by `fit`. `weights [n, t]` and `bias [t]` are in mask units: a weight is what training on
-    that example adds to the output.
+    Created by `fit` and `load`.
+
+    Attributes:
+        weights: Weights `[n, t]`: what training on an example adds to an output.
+        bias: Biases `[t]`.
+        lam: Penalty of each target `[t]` in (1/2m) |y - b - Zw|^2 + lam |w|_1 with standardized columns Z; lam/2 |w|^2 for ridge, lam
+            (share |w|_1 + (1 - share) / (2 sd(y)) |w|^2) for an elastic net.
+        gap: Upper bound of the distance from the optimum `[t]`, in units of half the output's variance.
+        num_models: Number of fitted models.
+        options: Options of the fit.
+        held_out: Correlation on held-out models; after `add`, on the added models before the update. None if there were none.
+        held_out_rows: Rows of the held-out models.
+        constant_targets: Targets whose output never changes: weights 0, gap 0.
+        constant_examples: Examples in all subsets or in none: weight 0.
+        repeated_masks: Models with the mask of an earlier one.
+        prior_scale: Scale of the prior's scores `[t]`; 0 if they point the wrong way.
+        prior: Prior scores, if any.
+        counts: Pair counts of the models, for `add`.
     """
 
     weights: AnyArray
@@ -86,7 +102,14 @@ class Datamodels:
 
     @checked(DatamodelsError)
     def predict(self, masks: Any) -> AnyArray:
-        """The outputs of models trained on these subsets, `[m, t]`: 2 m n t operations."""
+        """Predict the outputs of models trained on these subsets.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+
+        Returns:
+            Outputs `[m, t]`. Costs 2 m n t operations.
+        """
         packed = Masks.of(masks)
         self._check_examples(packed)
         return predict(packed, self.weights, self.bias)
@@ -95,16 +118,31 @@ class Datamodels:
     def score(
         self, masks: Any, outputs: Any, *, kind: Literal["pearson", "spearman"] = "pearson"
     ) -> Correlation:
-        """How well the outputs of models that were not fitted are predicted, with intervals."""
+        """Correlate predictions with the outputs of other models.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+            outputs: Outputs `[m, t]` of models that were not fitted.
+            kind: `"pearson"` or `"spearman"` (then the mean over targets is the LDS).
+
+        Returns:
+            The correlation with intervals.
+        """
         packed = Masks.of(masks)
         return correlation(self.predict(packed), self._outputs(packed, outputs), kind=kind)
 
     @checked(DatamodelsError)
     def add(self, masks: Any, outputs: Any) -> Datamodels:
-        """The fit of these and more models at the same penalties, started from this one.
+        """Add models at the same penalties, starting from these weights.
 
-        Costs the pairs of the new models and a few steps. The new models are predicted first:
-        `held_out` of the result says how well.
+        Costs the pair counts of the new models and a few steps.
+
+        Args:
+            masks: Training subsets `[m, n]`: booleans, zeros and ones, or `Masks`.
+            outputs: Their outputs `[m, t]`.
+
+        Returns:
+            The updated fit; its `held_out` is the correlation on the new models before the update.
         """
         from gradkeep.datamodels.fitting._fit import grown
 
@@ -114,7 +152,12 @@ class Datamodels:
 
     @checked(DatamodelsError)
     def save(self, store: Store | str | os.PathLike[str], name: str) -> None:
-        """Keep the fit in a store, a row per target, under a name of its scores."""
+        """Save the fit in a store, one row per target.
+
+        Args:
+            store: The store, or its path.
+            name: Name of the fit.
+        """
         _save(self, open_store(store), name)
 
     def _outputs(self, masks: Masks, outputs: Any) -> AnyArray:
@@ -137,7 +180,7 @@ class Datamodels:
 
 
 def open_store(store: Store | str | os.PathLike[str], *, create: bool = True) -> Store:
-    """A store as it is, or the one at a path."""
+    """Return the store, opening a path."""
     return store if isinstance(store, stores.Store) else stores.open(store, create=create)
 
 
@@ -181,15 +224,23 @@ def _save(fitted: Datamodels, store: Store, name: str) -> None:
 
 @checked(DatamodelsError)
 def load(store: Store | str | os.PathLike[str], name: str) -> Datamodels:
-    """The datamodels saved under a name.
+    """Load a saved fit with its counts, so that models can be added.
 
-    >>> import gradkeep as gk, tempfile
-    >>> from gradkeep.datamodels import fit, load
-    >>> store = gk.open(tempfile.mkdtemp())
-    >>> masks = np.random.default_rng(0).random((50, 8)) < 0.5
-    >>> fit(masks, masks @ np.arange(8.0)).save(store, "digits")
-    >>> load(store, "digits").weights.shape
-    (8, 1)
+    Args:
+        store: The store, or its path.
+        name: Name of the fit.
+
+    Returns:
+        The datamodels.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> from gradkeep.datamodels import fit, load
+        >>> store = gk.open(tempfile.mkdtemp())
+        >>> masks = np.random.default_rng(0).random((50, 8)) < 0.5
+        >>> fit(masks, masks @ np.arange(8.0)).save(store, "digits")
+        >>> load(store, "digits").weights.shape
+        (8, 1)
     """
     store = open_store(store, create=False)
     block = store.read(ScoresKey(name))

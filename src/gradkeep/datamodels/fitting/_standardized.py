@@ -36,7 +36,7 @@ class DenseGram(Gram):
         return result if columns is None else result.index_select(1, columns)
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x G, one product for all targets."""
+        """X G, one product for all targets."""
         return x @ self.matrix
 
 

@@ -241,31 +241,63 @@ class Output:
 
 @checked(DatamodelsError)
 def margins(examples: Any, *, dtype: str = "float32") -> Output:
-    """Correct logit minus the best other one, for each of `examples`: inputs and labels `[t]`.
+    """Record the margins: correct logit minus the best other one, `[t]`.
 
-    >>> import torch
-    >>> output = margins((torch.eye(2), torch.tensor([0, 1])))
-    >>> output(torch.nn.Linear(2, 2, bias=False).requires_grad_(False)).shape
-    (2,)
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+
+    Example:
+        >>> import torch
+        >>> output = margins((torch.eye(2), torch.tensor([0, 1])))
+        >>> output(torch.nn.Linear(2, 2, bias=False).requires_grad_(False)).shape
+        (2,)
     """
     return _of_logits(examples, margins_of, dtype)
 
 
 @checked(DatamodelsError)
 def losses(examples: Any, *, dtype: str = "float32") -> Output:
-    """The cross entropy of each of `examples` `[t]`."""
+    """Record the cross entropies, `[t]`.
+
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return _of_logits(examples, losses_of, dtype)
 
 
 @checked(DatamodelsError)
 def confidences(examples: Any, *, dtype: str = "float32") -> Output:
-    """The probability given to the right class of each of `examples` `[t]`."""
+    """Record the probabilities of the correct class, `[t]`.
+
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return _of_logits(examples, confidences_of, dtype)
 
 
 @checked(DatamodelsError)
 def correct(examples: Any, *, dtype: str = "float32") -> Output:
-    """1 where the right class has the largest logit, else 0, `[t]`."""
+    """Record 1 where the correct class has the largest logit, otherwise 0, `[t]`.
+
+    Args:
+        examples: Inputs and labels of t examples.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return _of_logits(examples, correct_of, dtype)
 
 
@@ -273,7 +305,16 @@ def correct(examples: Any, *, dtype: str = "float32") -> Output:
 def output(
     of_model: Callable[[Any], Any], shape: tuple[int, ...] | int, *, dtype: str = "float32"
 ) -> Output:
-    """Any function of a model, with the shape of what it returns."""
+    """Record any function of a model.
+
+    Args:
+        of_model: Function of a trained model.
+        shape: Shape of its result.
+        dtype: Stored dtype.
+
+    Returns:
+        The output, for `Study(outputs=...)`.
+    """
     return Output((shape,) if isinstance(shape, int) else tuple(shape), of_model, dtype)
 
 

@@ -55,26 +55,37 @@ _RETRAINED = ".removals."
 
 
 class Study:
-    """Models 0 to `num_models - 1`, each trained on its own random share `alpha` of `dataset`.
+    """Many models, each trained on its own random subset of a data set.
 
-    `train_fn(subset, seed)` returns a trained model; a `Training` can be trained many at a time.
-    `outputs` is what to keep of each: `margins(test)` or a dictionary of such. Making the same study
-    again opens it, and a larger `num_models` adds to it. `keep_models` stores each model's weights:
-    True for a `Training`, else a function that makes an untrained model. `memory_budget` trains each
-    model inside a byte budget, or a fraction of what a step takes: the same models, to the bit.
-    With `repeats` so many models, with seeds of their own, see each subset: `ceiling` then tells how
-    much of an output the subset can explain at all. `facts` are remembered with the study, which is not
-    opened with others. With `begin=False` nothing is entered in the store until models are asked for: `retrain`
-    does not need them.
+    Mask and seed of a model depend only on the study's seed and the model's number. Creating the same study again opens it; a larger `num_models` extends
+    it; other settings are refused.
 
-    >>> import tempfile, torch
-    >>> from gradkeep.datamodels import margins
-    >>> x, y = torch.eye(6), torch.tensor([0, 1, 0, 1, 0, 1])
-    >>> training = Training(lambda: torch.nn.Linear(6, 2), epochs=2, batch_size=3)
-    >>> study = Study(tempfile.mkdtemp(), (x, y), training, num_models=4,
-    ...               outputs=margins((x, y)), stacked=False)
-    >>> study.run(workers=0).complete, study.masks().shape, study.outputs().shape
-    (True, (4, 6), (4, 6))
+    Args:
+        store: The store, or its path.
+        dataset: Training data: a pair of tensors or arrays, a data set, or a function that loads one.
+        train_fn: A `Training`, or a function of a subset and a seed that returns a trained model.
+        num_models: Number of models.
+        outputs: What to record of each model: `margins(test)` and the like, or a dict of them.
+        alpha: Share of the examples in a subset.
+        seed: Seed of the study.
+        name: Name of the study in the store.
+        subsets: `"fixed"` subset size, or `"independent"` draws.
+        keep_models: Save the weights: True for a `Training`, otherwise a function that builds an untrained model.
+        stacked: Train many models at a time; decided by a short trial by default.
+        repeats: Models per subset, with different seeds; `ceiling` needs at least 2.
+        memory_budget: Memory of a training step in bytes, or as a fraction; the models are equal to the bit.
+        facts: Values stored with the study; opening it with others is refused.
+        begin: Create the study in the store now; `retrain` does not need it.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from gradkeep.datamodels import margins
+        >>> x, y = torch.eye(6), torch.tensor([0, 1, 0, 1, 0, 1])
+        >>> training = Training(lambda: torch.nn.Linear(6, 2), epochs=2, batch_size=3)
+        >>> study = Study(tempfile.mkdtemp(), (x, y), training, num_models=4,
+        ...               outputs=margins((x, y)), stacked=False)
+        >>> study.run(workers=0).complete, study.masks().shape, study.outputs().shape
+        (True, (4, 6), (4, 6))
     """
 
     @checked(DatamodelsError)
@@ -131,7 +142,7 @@ class Study:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """The models in the store; entered there when they are first needed."""
+        """Rows of the models in the store, created on first use."""
         try:
             rows = self.store.rows(self.name, self.schema)
         except SchemaMismatchError as error:
@@ -147,37 +158,69 @@ class Study:
 
     @checked(DatamodelsError)
     def run(self, *, workers: int | None = None, **options: Any) -> Outcome:
-        """Train what is not trained yet; `options` are those of `gradkeep.farm.run`."""
+        """Train the models that are missing.
+
+        Args:
+            workers: Number of worker processes; 0 trains in this process.
+            **options: Options of `gradkeep.farm.run`.
+
+        Returns:
+            What was done and what failed.
+        """
         if self.job.stacked:
             options.setdefault("batch", MANY)
         return farm.run(self.store, self.name, self.job, workers=workers, **options)
 
     @checked(DatamodelsError)
     def grow(self, num_models: int) -> None:
-        """Make room for more models; those that are done stay."""
+        """Extend the study.
+
+        Args:
+            num_models: New number of models.
+        """
         _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
         self.rows.grow(num_models)
 
     def done(self) -> AnyArray:
-        """The models that are trained, sorted `[m]`."""
+        """Return the numbers of the trained models, sorted `[m]`."""
         return self.rows.done()
 
     @checked(DatamodelsError)
     def masks(self, models: Sequence[int] | None = None) -> Masks:
-        """Which examples these models (all that are done) were trained on."""
+        """Return the subsets of models.
+
+        Args:
+            models: Numbers of the models; all trained ones by default.
+
+        Returns:
+            Their masks.
+        """
         return Masks.of(self._read(models, MASKS))
 
     @checked(DatamodelsError)
     def outputs(self, name: str | None = None, models: Sequence[int] | None = None) -> AnyArray:
-        """The kept values `[m, *shape]` of these models (all that are done)."""
+        """Return the outputs of models.
+
+        Args:
+            name: Name of the output, if there are several.
+            models: Numbers of the models; all trained ones by default.
+
+        Returns:
+            Outputs `[m, *shape]`.
+        """
         return self._read(models, self._output(name))
 
     @checked(DatamodelsError)
     def ceiling(self, output: str | None = None) -> AnyArray:
-        """The largest correlation with an output `[t]` that anything told the subsets alone can reach.
+        """Estimate the largest correlation with an output that subsets can explain.
 
-        sqrt(1 - W / V), with W the variance among models of one subset and V that of all: the rest of
-        an output is chance of the training. Needs `repeats` of 2 or more.
+        sqrt(1 - W / V), with W the variance among models of one subset and V that of all models. Needs `repeats` of at least 2.
+
+        Args:
+            output: Name of the output, if there are several.
+
+        Returns:
+            Ceilings `[t]`.
         """
         done = self.done()
         subset = done // self.job.repeats
@@ -198,7 +241,14 @@ class Study:
 
     @checked(DatamodelsError)
     def model(self, index: int) -> Any:
-        """A trained model as it was, if the study keeps models."""
+        """Load a trained model; the study must have `keep_models`.
+
+        Args:
+            index: Number of the model.
+
+        Returns:
+            The model with its weights.
+        """
         if self._blank is None:
             raise DatamodelsError(
                 "this study does not keep its models", fix="make it with keep_models=True"
@@ -217,12 +267,21 @@ class Study:
         batch_size: int = 256,
         **options: Any,
     ) -> list[Captured]:
-        """Keep the gradients of these models (all that are done) on every example and on `test`.
+        """Capture the gradients of trained models on the training examples and on `test`.
 
-        `test` is by default what the output is about, so that outcomes and gradients are of the same
-        models and targets. Each model is a checkpoint named by its number, in the run named like the
-        study, with the splits `train` (row i is column i of the masks) and `test`; `options` are
-        those of `gradkeep.capture`. Needs `keep_models`; interrupted, it resumes.
+        Each model is a checkpoint named by its number, in the run named after the study, with the splits `train` (row i is column i of the masks) and
+        `test`. Needs `keep_models`; resumes.
+
+        Args:
+            test: Query examples; those of the output by default.
+            models: Numbers of the models; all trained ones by default.
+            task: Task of the capture; classification by default.
+            output: Name of the output, if there are several.
+            batch_size: Rows per batch.
+            **options: Options of `gradkeep.capture`.
+
+        Returns:
+            The captures.
         """
         queries = self.job.outputs[self._output(output)].examples if test is None else test
         if queries is None:
@@ -262,7 +321,15 @@ class Study:
 
     @checked(DatamodelsError)
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
-        """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""
+        """Fit datamodels to an output.
+
+        Args:
+            output: Name of the output, if there are several.
+            **options: Options of `gradkeep.datamodels.fit`.
+
+        Returns:
+            The fitted datamodels.
+        """
         from gradkeep.datamodels.fitting._fit import fit
 
         return fit(self.masks(), self.outputs(output), **options)
@@ -279,10 +346,21 @@ class Study:
         control: bool = False,
         **options: Any,
     ) -> VerifiedRemovals:
-        """Retrain with and without each set of examples, and compare with what `found` predicts.
+        """Retrain with and without each set of examples and compare with the predictions.
 
-        As `gradkeep.datamodels.verify_removals`, with the trainings done by the farm (`options` are
-        those of `run`) and kept in the store: called again, it trains only what is missing.
+        Like `gradkeep.datamodels.verify_removals`, with trainings run by the farm and saved in the store.
+
+        Args:
+            fitted: The datamodels.
+            removals: Sets of example ids.
+            output: Name of the output, if there are several.
+            base: Mask `[n]` of the training set; all rows by default.
+            repeats: Trainings per set.
+            control: Also remove random sets of the same sizes.
+            **options: Options of `run`.
+
+        Returns:
+            Predicted and measured changes.
         """
         job = self.job
         whole = checked_base(base, job.num_examples)
@@ -314,11 +392,19 @@ class Study:
     def retrain(
         self, masks: Any, *, output: str | None = None, repeats: int = 1, **options: Any
     ) -> AnyArray:
-        """Outputs `[K, repeats, *shape]` of models trained on these masks `[K, n]`, not on random ones.
+        """Train models on given masks.
 
-        Every mask is trained with the same `repeats` seeds, so that part of the noise cancels between
-        masks. Kept in the store: called again, it trains only what is missing. `options` are those of
-        `run`. Cost: K x repeats trainings.
+        Every mask is trained with the same seeds, so that part of the noise cancels. Results are saved: a second call trains only what is missing. Costs
+        K x repeats trainings.
+
+        Args:
+            masks: Masks `[K, n]`.
+            output: Name of the output, if there are several.
+            repeats: Trainings per mask.
+            **options: Options of `run`.
+
+        Returns:
+            Outputs `[K, repeats, *shape]`.
         """
         _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         output, packed = self._output(output), Masks.of(masks)

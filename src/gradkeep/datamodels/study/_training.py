@@ -37,21 +37,26 @@ MANY = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """Mini-batch training of a classifier: `model()` makes a new one, the rest is as it says.
+    """Mini-batch training of a classifier with cross entropy.
 
-    Called with a subset and a seed it trains one model. A study trains many of them stacked, where
-    that is faster: same batches, same beginnings, logits equal within `TOLERANCE`. The optimizer
-    must treat every weight by itself (SGD, Adam, AdamW and most others do).
+    A study trains many of them stacked if that is faster: same batches, same initialization, logits equal within `TOLERANCE`. The optimizer must
+    treat every weight separately, as SGD, Adam and AdamW do.
+
+    Attributes:
+        model: Function that builds a new model.
+        epochs: Number of epochs.
+        batch_size: Rows per batch.
+        lr: Learning rate.
+        optimizer: Name of a class of `torch.optim` in any case (`"sgd"`, `"AdamW"`), or the class.
+        options: Further options of the optimizer, such as momentum or weight decay.
     """
 
     model: Callable[[], torch.nn.Module]
     epochs: int = 10
     batch_size: int = 64
     lr: float = 0.1
-    optimizer: str = "SGD"
-    """A class of `torch.optim`."""
+    optimizer: str | type[torch.optim.Optimizer] = "SGD"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """More for the optimizer, such as momentum or weight decay."""
 
     def __post_init__(self) -> None:
         check_fields(self, DatamodelsError)
@@ -67,7 +72,16 @@ class Training:
 
     @checked(DatamodelsError)
     def train_one(self, inputs: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.nn.Module:
-        """One model, on inputs `[N, ...]` and labels `[N]`."""
+        """Train one model.
+
+        Args:
+            inputs: Inputs `[N, ...]`.
+            labels: Labels `[N]`.
+            seed: Seed of initialization and batch order.
+
+        Returns:
+            The trained model.
+        """
         import torch
 
         model = self.begin(seed)
@@ -84,29 +98,60 @@ class Training:
 
     @checked(DatamodelsError)
     def begin(self, seed: int) -> torch.nn.Module:
-        """The untrained model that a seed stands for."""
+        """Build the untrained model of a seed.
+
+        Args:
+            seed: Seed of the initialization.
+
+        Returns:
+            The model.
+        """
         with seeded(seed):
             return self.model()
 
     def make_optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer of these parameters, of one model or of many stacked."""
+        """Build the optimizer.
+
+        Args:
+            parameters: Parameters of one model, or stacked ones of many.
+
+        Returns:
+            The optimizer.
+        """
         optimizer: torch.optim.Optimizer = self._optimizer()(parameters, lr=self.lr, **self.options)
         return optimizer
 
     def _optimizer(self) -> Any:
         import torch
 
-        kind = getattr(torch.optim, self.optimizer, None)
-        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-            found = _arguments.short_repr(self.optimizer)
+        known: dict[str, Any] = {
+            name.lower(): kind
+            for name, kind in vars(torch.optim).items()
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        }
+        kind = (
+            known.get(self.optimizer.lower()) if isinstance(self.optimizer, str) else self.optimizer
+        )
+        if kind is None or not issubclass(kind, torch.optim.Optimizer):
             raise DatamodelsError(
-                "torch.optim has no such optimizer", found=found, expected="SGD, Adam"
+                "torch.optim has no such optimizer",
+                code="datamodels.unknown_optimizer",
+                found=_arguments.short_repr(self.optimizer),
+                expected="a name such as 'SGD' or 'AdamW', or a subclass of torch.optim.Optimizer",
             )
         return kind
 
     @checked(DatamodelsError)
     def batches(self, count: int, seed: int) -> Iterator[torch.Tensor]:
-        """The places `[B]` of every batch of every epoch; an epoch's last batch may be smaller."""
+        """Iterate over the batches of all epochs.
+
+        Args:
+            count: Number of rows.
+            seed: Seed of the order.
+
+        Yields:
+            Row indices `[B]`; the last batch of an epoch can be smaller.
+        """
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -114,17 +159,17 @@ class Training:
             yield from torch.split(torch.randperm(count, generator=generator), self.batch_size)
 
     def describe(self) -> str:
-        """What a store remembers of it, to notice a change."""
+        """Describe the training, to notice a change when a study is opened again."""
         options = ", ".join(f"{name}={self.options[name]!r}" for name in sorted(self.options))
         name = getattr(self.model, "__qualname__", type(self.model).__qualname__)
         return (
             f"{name}, {self.epochs} epochs, batches of {self.batch_size}, "
-            f"{self.optimizer}(lr={self.lr!r}{', ' if options else ''}{options})"
+            f"{self._optimizer().__name__}(lr={self.lr!r}{', ' if options else ''}{options})"
         )
 
 
 class seeded:
-    """Torch's random numbers follow from a seed inside, and go on as before after it."""
+    """Context manager that seeds torch and restores its random state afterwards."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -148,7 +193,7 @@ def train_many(
     subsets: torch.Tensor,
     seeds: Sequence[int],
 ) -> tuple[dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Train K models on rows `subsets [K, S]` of the data, each as `Training` would do it alone.
+    """Train K models on rows `subsets [K, S]`, each as `Training` would train it alone.
 
     Returns the stacked weights, and a function from inputs `[N, ...]` to logits `[K, N, C]`.
     """
@@ -192,10 +237,9 @@ def train_many(
 
 
 def stacks_well(training: Training, inputs: torch.Tensor, labels: torch.Tensor, size: int) -> bool:
-    """Whether stacked training of subsets of `size` gives the same logits, and is faster.
+    """Return True if stacked training of subsets of `size` gives the same logits and is faster.
 
-    Tried on a few batches: models with random layers, running statistics or shapes that cannot be
-    stacked are trained one by one, and so are large ones, for which it does not pay.
+    Tried on a few batches. Models with random layers, running statistics or shapes that cannot be stacked are trained one by one.
     """
     import torch
 
@@ -243,7 +287,7 @@ MASKS, WEIGHTS = "masks", "weights"
 
 @dataclass(slots=True, eq=False)
 class StudyJob:
-    """Trains the models of some rows; each follows from the study's seed and its index alone."""
+    """Job that trains the models of some rows; each depends only on the study's seed and its index."""
 
     dataset: Any
     train_fn: Callable[[Any, int], Any]
@@ -262,7 +306,7 @@ class StudyJob:
     _budget: TrainingBudget | None = field(default=None, repr=False)
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """The masks, outputs and, if wanted, weights of these models."""
+        """Return masks, outputs and, if requested, weights of these models."""
         masks = draw_masks(
             self.seed,
             [number // self.repeats for number in numbers],
@@ -273,7 +317,7 @@ class StudyJob:
         return self.train_all(masks, [training_seed(self.seed, number) for number in numbers])
 
     def train_all(self, masks: AnyArray, seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows of models trained on masks `[K, n]`; those of equal size together, if they may be."""
+        """Train on masks `[K, n]`; masks of equal size together if stacked."""
         if not self.stacked:
             return [self.train_on(mask, seed) for mask, seed in zip(masks, seeds, strict=True)]
         sizes, rows = masks.sum(1), [dict[str, Any]() for _ in seeds]
@@ -294,13 +338,13 @@ class StudyJob:
         self._loaded = self._budget = None
 
     def data(self) -> Any:
-        """The dataset, made once per process if it was given as a function."""
+        """Load the data set once per process."""
         if self._loaded is None:
             self._loaded = load_dataset(self.dataset)
         return self._loaded
 
     def train_on(self, mask: AnyArray, seed: int) -> dict[str, Any]:
-        """The row of one model, trained on a mask `[n]`."""
+        """Train one model on a mask `[n]` and return its row."""
         import torch
 
         places = np.flatnonzero(mask)
@@ -350,23 +394,23 @@ class StudyJob:
 
 
 def load_dataset(dataset: Any) -> Any:
-    """A dataset, or what the function that was given in its place returns."""
+    """Return the data set, calling it if it is a loading function."""
     return dataset() if callable(dataset) and not hasattr(dataset, "__len__") else dataset
 
 
 def flat_weights(state: Mapping[str, Any]) -> AnyArray:
-    """All float tensors of a state, one after the other, float32 `[P]`."""
+    """Concatenate all floating-point tensors of a state dict, float32 `[P]`."""
     parts = [value.detach().cpu().float().reshape(-1).numpy() for value in floats(state).values()]
     return np.concatenate([np.empty(0, np.float32), *parts])
 
 
 def floats(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a state that hold weights; counters are left as they begin."""
+    """Return the floating-point tensors of a state dict."""
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
 def restore_weights(model: Any, flat: AnyArray) -> Any:
-    """Put weights `[P]` back into a model of the same kind."""
+    """Load flat weights `[P]` into a model of the same architecture."""
     import torch
 
     state = dict(model.state_dict())
@@ -388,13 +432,13 @@ def restore_weights(model: Any, flat: AnyArray) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RetrainJob:
-    """Trains on given masks, all of them once, then all of them again with another seed."""
+    """Job that trains on given masks, all of them once per seed."""
 
     job: StudyJob
     masks: Masks
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """The masks and outputs of these trainings."""
+        """Return masks and outputs of these trainings."""
         many = len(self.masks)
         masks = self.masks[[number % many for number in numbers]].numpy()
         seeds = [training_seed(self.job.seed, number // many) for number in numbers]
@@ -402,10 +446,9 @@ class RetrainJob:
 
 
 class TrainingBudget:
-    """A budget for all trainings of this process.
+    """Memory budget for all trainings of a process.
 
-    Every model is new to it, so that each training begins with recorded steps; but the plans of
-    models of the same kind are the same, and are searched for only once.
+    Each training begins with recorded steps, but plans of models of the same architecture are searched only once.
     """
 
     def __init__(self, budget: float | str) -> None:
@@ -414,7 +457,7 @@ class TrainingBudget:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Train inside the budget."""
+        """Train within the budget."""
         from gradkeep.remat import memory_budget
 
         budget = memory_budget(self.budget)

@@ -322,7 +322,6 @@ class MemoryBudget:
         If the step differs from its plan when gradients are already being computed, its changes are
         undone and it runs again without dropping anything.
         """
-
         self._planner.repeatable = True
 
         @functools.wraps(function)

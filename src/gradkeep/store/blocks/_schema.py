@@ -206,7 +206,7 @@ class Schema:
 
     Example:
         >>> Schema((Array("loss"),), num_rows=1000).rows_per_segment
-        512
+        1024
     """
 
     arrays: tuple[Array, ...]

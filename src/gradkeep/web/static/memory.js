@@ -8,7 +8,7 @@ import { go, useKeys } from "./route.js";
 
 const NAMES = {
   "dtr-eq": "The heuristic of dynamic tensor rematerialization with equivalence classes: cost by size and staleness.",
-  "dtr-local": "The same without what depends on neighbours.",
+  "dtr-local": "The same without what depends on neighbors.",
   lru: "The least recently used goes first.",
   largest: "The largest goes first.",
 };

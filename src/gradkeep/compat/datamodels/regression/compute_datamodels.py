@@ -1,10 +1,10 @@
-"""`python -m ...regression.compute_datamodels -C config.yaml`; dotted flags win over the file."""
+"""`python -m ...regression.compute_datamodels -C config.yaml`; dotted flags override the file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.datamodels._command_line import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import Flag, collect, run_command
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ FLAGS = (
     Flag("cfg.eps", float, default=1e-5),
     Flag("cfg.out_dir", required=True),
     Flag("cfg.use_bias", _whole, default=1),
-    # Of the other solver's steps: the solver here finds its own, and proves its gap.
+    # Accepted for the original solver's steps and ignored.
     Flag("data.seed", _whole),
     Flag("cfg.lr", float),
     Flag("cfg.batch_size", _whole),
@@ -45,10 +45,14 @@ def main(arguments: Sequence[str]) -> None:
 
     settings = collect(FLAGS, arguments)
     if settings["cfg.use_bias"] != 1:
-        raise DatamodelsError("datamodels here always have a bias", found="--cfg.use_bias=0")
+        raise DatamodelsError(
+            "datamodels without a bias are not supported",
+            code="compat.no_bias",
+            found="--cfg.use_bias=0",
+        )
     stop = settings["data.target_end_ind"]
-    with progress("datamodels", "penalties") as told:
-        found = compute_datamodels(
+    with progress("datamodels", "penalties") as report_progress:
+        datamodels = compute_datamodels(
             RegressionData.load(settings["data.data_path"]),
             num_train=settings["data.num_train"],
             num_val=settings["data.num_val"],
@@ -56,10 +60,10 @@ def main(arguments: Sequence[str]) -> None:
             least=settings["cfg.eps"],
             columns=slice(settings["data.target_start_ind"], None if stop == -1 else stop),
             out=settings["cfg.out_dir"],
-            progress=told,
+            progress=report_progress,
         )
-    print(f"{settings['cfg.out_dir']}/datamodels.pt: {found}")
+    print(f"{settings['cfg.out_dir']}/datamodels.pt: {datamodels}")
 
 
 if __name__ == "__main__":
-    end(main)
+    run_command(main)

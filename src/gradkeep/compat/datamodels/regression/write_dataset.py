@@ -1,10 +1,10 @@
-"""`python -m ...regression.write_dataset --cfg.data_dir DIR --cfg.out_path FILE --cfg.y_name NAME`"""
+"""`python -m ...regression.write_dataset --cfg.data_dir DIR --cfg.out_path FILE --cfg.y_name NAME`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.compat.datamodels._command_line import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import Flag, collect, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,4 +40,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run_command(main)

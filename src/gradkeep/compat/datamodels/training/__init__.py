@@ -1,1 +1,1 @@
-"""Make a store directory, and train the model of one of its rows."""
+"""Create a store directory, and train the model of one of its rows."""

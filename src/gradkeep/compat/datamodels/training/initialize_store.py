@@ -1,10 +1,10 @@
-"""`python -m ...training.initialize_store --logging.logdir=DIR --logging.spec=FILE`"""
+"""`python -m ...training.initialize_store --logging.logdir=DIR --logging.spec=FILE`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.compat.datamodels._command_line import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import Flag, collect, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,7 @@ FLAGS = (Flag("logging.logdir", required=True), Flag("logging.spec", required=Tr
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make the empty arrays of a spec in an existing folder."""
+    """Create the empty arrays of a spec in an existing folder."""
     from gradkeep.compat.datamodels._npy_folder import NpyFolder
     from gradkeep.datamodels.study._spec import Spec
 
@@ -23,4 +23,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run_command(main)

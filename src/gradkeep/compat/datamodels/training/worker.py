@@ -1,4 +1,4 @@
-"""`python -m ...training.worker --worker.index=I --worker.main_import=MODULE --worker.logdir=DIR`"""
+"""`python -m ...training.worker --worker.index=I --worker.main_import=MODULE --worker.logdir=DIR`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradkeep.compat.datamodels._command_line import (
     Flag,
     collect,
     collect_for_script,
-    end,
+    run_command,
     tolerate_other_flags,
 )
 
@@ -27,7 +27,7 @@ FLAGS = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train the model of one row; all other flags are left to the script, in `sys.argv`."""
+    """Train the model of one row; other flags are left in `sys.argv` for the script."""
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.compat.datamodels._npy_folder import NpyFolder, train_row
     from gradkeep.datamodels.study._contract import load_main, offer_aliases
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> None:
         timeout=settings["worker.job_timeout"],
         command=sys.argv,
     )
-    print(f"model {index}: done" if trained else f"model {index}: was done before")
+    print(f"model {index}: done" if trained else f"model {index}: already done")
 
 
 if __name__ == "__main__":
-    end(main)
+    run_command(main)

@@ -1,4 +1,4 @@
-"""The experiments of DTR by configuration: train, record, simulate; tables and pictures.
+"""The experiments of DTR by configuration: train, record, simulate; tables and figures.
 
-What each part does is done by `gradkeep.remat`; the trials run on `gradkeep.farm`.
+The work is done by `gradkeep.remat`; trials run on `gradkeep.farm`.
 """

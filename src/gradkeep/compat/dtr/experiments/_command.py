@@ -1,6 +1,6 @@
-"""One command of a configuration, validated and unfolded into trials.
+"""Validate one command of a configuration and expand it into trials.
 
-The original's names of models and sizes are understood as well as the zoo's.
+The original's names of models and sizes are accepted as well as the zoo's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gradkeep.compat.dtr.experiments._trial import (
     Trial,
     TrialWork,
     Type,
-    known_placement,
+    is_placement,
 )
-from gradkeep.compat.dtr.zoo import checked_sizes, default_sizes, published_sizes
+from gradkeep.compat.dtr.zoo import default_sizes, published_sizes, validate_sizes
 from gradkeep.errors import BudgetError, GradkeepError, RematError
 from gradkeep.remat.simulator._heuristics import heuristic
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _MODELS = {"unroll_gan": "unrolled_gan"}
-# There, `batch_size` was the number of steps of an LSTM and the depth of a tree, and `input_size`
-# the number of rows: only a command with `input_size` speaks that way.
+# In the original, `batch_size` is the number of steps of an LSTM and the depth of a tree, and
+# `input_size` the number of rows; only commands with `input_size` are read that way.
 _ROWS = {"lstm": "length", "gru": "length", "treelstm": "depth"}
 _SIZES = {
     "transformer": {
@@ -47,7 +47,7 @@ _SIZES = {
 
 
 def zoo_name(model: str) -> str:
-    """The zoo's name of a model.
+    """Return the zoo's name of a model.
 
     >>> zoo_name("tv_densenet121"), zoo_name("unroll_gan"), zoo_name("lstm")
     ('densenet121', 'unrolled_gan', 'lstm')
@@ -57,7 +57,7 @@ def zoo_name(model: str) -> str:
 
 
 def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
-    """The sizes in the zoo's words.
+    """Translate sizes to the zoo's names.
 
     >>> zoo_sizes("lstm", {"batch_size": 256, "input_size": 512})
     {'length': 256, 'batch_size': 512}
@@ -70,13 +70,13 @@ def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
 
 _OF_LOGS = ("use_log", "get_log")
 _IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
-# These may also stand among extra_params, where the original has them.
+# These may also be in extra_params, as in the original.
 _RUNNING = {
     *("retry_on_error", "max_retries", "use_sampling", "ignore_small_tensors"),
     *("no_sampling_below_budget", "no_sampling_below_ratio"),
 }
 _NO_EFFECT = {"attempt_timeout", "input_params", "sync_gpu"}
-# What the original does unless it is told otherwise.
+# Defaults of the original.
 _ORIGINAL = {"use_sampling": True, "ignore_small_tensors": True}
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
@@ -86,7 +86,7 @@ _Threshold = Annotated[float, msgspec.Meta(ge=0)] | None
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a command, after lists are unfolded."""
+    """Fields of a command, after lists are expanded."""
 
     type: Type
     kind: Literal["fixed", "ratio", "param_sweep", "use_log", "get_log"] | None = None
@@ -114,7 +114,7 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True):
     file_path: str | None = None
     extra_params: dict[str, Any] = {}
     config: Any = None
-    use_profiling: Any = None  # what it would add is always there
+    use_profiling: Any = None  # ignored: profiles are always recorded
 
 
 _KNOWN = set(_Command.__struct_fields__)
@@ -127,23 +127,31 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class CommandDefaults:
-    """What holds for every command unless it says otherwise."""
+    """Defaults of all commands."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     published: bool = False
-    """Sizes that are not named are those of the published experiments."""
+    """Use the published sizes where a command names none."""
 
     @classmethod
     def of(cls, config: dict[str, Any], *, original: bool) -> CommandDefaults:
-        """The defaults of a whole configuration."""
+        """Read the defaults of a configuration."""
         scale = config.get("sizes", "published" if original else "small")
         if scale not in ("small", "published"):
-            raise RematError("sizes: unknown", found=repr(scale), expected="'small' or 'published'")
-        given = (config.get("dtr_settings") or {}).get("default") if original else None
-        default = config.get("default", given) or {}
+            raise RematError(
+                "sizes: unknown value",
+                code="compat.unknown_sizes",
+                found=repr(scale),
+                expected="'small' or 'published'",
+            )
+        original_default = (config.get("dtr_settings") or {}).get("default") if original else None
+        default = config.get("default", original_default) or {}
         if not isinstance(default, dict):
             raise RematError(
-                "default: not a mapping", found=repr(default)[:60], expected="fields of a command"
+                "default: not a mapping",
+                code="compat.default_not_a_mapping",
+                found=repr(default)[:60],
+                expected="fields of a command",
             )
         shared: dict[str, Any] = {
             key: config[key]
@@ -159,42 +167,49 @@ class CommandDefaults:
 def trials_of(
     model: str, position: int, command: Any, defaults: CommandDefaults
 ) -> tuple[list[Trial], list[str]]:
-    """The trials of a command, and notes about what is ignored in it."""
+    """Return the trials of a command, and notes about ignored fields."""
     where = f"{model}, command {position}"
     if not isinstance(command, dict):
         raise RematError(
-            f"{where}: not a mapping", found=repr(command)[:60], expected="{type: dtr, ratio: 0.5}"
+            f"{where}: not a mapping",
+            code="compat.command_not_a_mapping",
+            found=repr(command)[:60],
+            expected="{type: dtr, ratio: 0.5}",
         )
     notes = ignored_keys(command, _KNOWN, _NO_EFFECT, f"{where}: ")
     fields = {"extra_params": {}, **defaults.fields, **command}
     if fields.get("type") == "checkpoint":
         fields.setdefault("placement", list(PLACEMENTS))
     extra = fields["extra_params"] = fields["extra_params"] or {}
-    # Before the defaults, after what the command itself says.
+    # These override the defaults but not the command itself.
     lifted = {}
     if isinstance(extra, dict):
         lifted = {key: extra[key] for key in _RUNNING if key in extra and key not in command}
     trials = []
-    for chosen in _unfolded(where, fields):
-        made, said = _trials(where, model, _validated(where, {**chosen, **lifted}), defaults)
-        trials += made
-        notes += said
+    for chosen in _unfold_lists(where, fields):
+        new_trials, new_notes = _trials(
+            where, model, _validate_command(where, {**chosen, **lifted}), defaults
+        )
+        trials += new_trials
+        notes += new_notes
     return trials, notes
 
 
-def _unfolded(where: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All combinations of the values in lists."""
+def _unfold_lists(where: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of the values in lists."""
     for key, value in fields.items():
         if isinstance(value, list) and not value:
             raise RematError(
-                f"{where}: {key} is an empty list", expected="at least one value, or no field"
+                f"{where}: {key} is an empty list",
+                code="compat.empty_list",
+                expected="at least one value, or no field",
             )
     values = [value if isinstance(value, list) else [value] for value in fields.values()]
     for combination in itertools.product(*values):
         yield dict(zip(fields, combination, strict=True))
 
 
-def _validated(where: str, fields: dict[str, Any]) -> _Command:
+def _validate_command(where: str, fields: dict[str, Any]) -> _Command:
     try:
         # Not strict: YAML reads 5e-4 as text.
         return msgspec.convert(fields, _Command, strict=False)
@@ -203,6 +218,7 @@ def _validated(where: str, fields: dict[str, Any]) -> _Command:
         name = (key[1] or key[2]) if key else ""
         raise RematError(
             f"{where}: {error}, got {repr(fields.get(name))[:60]}",
+            code="compat.invalid_field",
             expected=_CHOICES.get(name),
         ) from error
 
@@ -210,7 +226,7 @@ def _validated(where: str, fields: dict[str, Any]) -> _Command:
 def _trials(
     where: str, model: str, command: _Command, defaults: CommandDefaults
 ) -> tuple[list[Trial], list[str]]:
-    """One trial per input, and notes."""
+    """Return one trial per input, and notes."""
     ratio, budget = command.ratio, _budget(where, command.memory_budget)
     kind: Any = command.kind or ("fixed" if ratio is None else "ratio")
     file, mark = _log_file(where, command)
@@ -223,23 +239,27 @@ def _trials(
         by_ratio = kind == "ratio"
         if (ratio if by_ratio else budget) is None:
             missing = "ratio" if by_ratio else "memory_budget"
-            raise RematError(f"{where}: {missing} missing; kind {kind} needs it")
+            raise RematError(
+                f"{where}: {missing} is missing; kind {kind} needs it", code="compat.missing_field"
+            )
         options["budget"] = math.inf if by_ratio else budget
         options["ratio"] = ratio if by_ratio else None
         options["time_limit"] = command.time_limit
     if command.type in ("simrd", "dtr"):
         options |= _eviction(where, command, options["budget"], options["ratio"])
     if command.type == "checkpoint":
-        if not known_placement(command.placement):
+        if not is_placement(command.placement):
             raise RematError(
-                f"{where}: placement unknown: {command.placement!r}",
+                f"{where}: unknown placement",
+                code="compat.unknown_placement",
+                found=repr(command.placement),
                 expected=f"K segments, {', '.join(PLACEMENTS)}",
             )
         options["placement"] = command.placement
     name, sizes, notes = _sizes(where, model, command, defaults)
     if file is not None and command.config is not None:
-        notes.append(f"{where}: config has no effect here, nor had it there")
-    # A log that is given has no inputs.
+        notes.append(f"{where}: config has no effect, as in the original")
+    # A log that the user provides has no inputs.
     inputs = 1 if file is not None else command.n_inputs
     trials = [
         Trial(
@@ -258,7 +278,7 @@ def _trials(
             retries=command.max_retries if command.retry_on_error else 0,
             log=file,
             log_mark=mark,
-            # As there: the log of the last input is saved.
+            # The log of the last input is saved, as in the original.
             save_log=save and file is None and number == inputs - 1,
             **options,
         )
@@ -268,39 +288,47 @@ def _trials(
 
 
 def _log_file(where: str, command: _Command) -> tuple[str | None, str]:
-    """The log that a command brings along, and a hash of it."""
+    """Return the log that a command names, and a hash of it."""
     if command.kind in _OF_LOGS and command.type != "simrd":
         raise RematError(
-            f"{where}: kind is for simulations: {command.kind}",
+            f"{where}: this kind is for simulations only",
+            code="compat.kind_needs_simrd",
+            found=command.kind,
             expected="fixed, ratio, param_sweep",
-            fix="logs are simulated by type simrd, and written by type dtr with save_logs: true",
+            fix="Simulate logs with type simrd, and write them with type dtr and save_logs: true.",
         )
     if command.kind != "use_log":
         return None, ""
     if command.file_path is None:
-        raise RematError(f"{where}: file_path missing; kind use_log needs it")
+        raise RematError(
+            f"{where}: file_path is missing; kind use_log needs it", code="compat.missing_field"
+        )
     path = Path(command.file_path).expanduser()
     try:
         content = path.read_bytes()
     except OSError as error:
         raise RematError(
-            f"{where}: file_path cannot be read", path=path, fix="kind get_log records one"
+            f"{where}: file_path cannot be read",
+            code="compat.log_unreadable",
+            path=path,
+            fix="Use kind get_log to record one.",
         ) from error
     return str(path), hashlib.sha256(content).hexdigest()[:12]
 
 
 def _eviction(where: str, command: _Command, budget: float, ratio: float | None) -> dict[str, Any]:
-    """How to choose what to evict."""
+    """Return the options of the eviction heuristic."""
     if command.type == "dtr" and command.policy != "eager":
         raise RematError(
             f"{where}: policy must be eager for live models, got {command.policy}",
-            fix="other policies can be simulated: type simrd",
+            code="compat.live_policy",
+            fix="Use type simrd to simulate other policies.",
         )
     try:
         heuristic(command.heuristic)
     except RematError as error:
-        raise told_of(error, f"{where}: heuristic: ") from error
-    # At or below some budget the whole pool is looked at.
+        raise add_location(error, f"{where}: heuristic: ") from error
+    # Up to this budget the whole pool is scored.
     below, room = command.no_sampling_below_ratio, ratio
     if room is None:
         below, room = command.no_sampling_below_budget, budget
@@ -317,14 +345,15 @@ def _eviction(where: str, command: _Command, budget: float, ratio: float | None)
 def _sizes(
     where: str, model: str, command: _Command, defaults: CommandDefaults
 ) -> tuple[str, tuple[tuple[str, float], ...], list[str]]:
-    """The model in the zoo, its sizes, and notes about sizes that it does not have."""
+    """Return the zoo's name of the model, its sizes, and notes about unknown sizes."""
     name = zoo_name(model)
     extra = {k: v for k, v in command.extra_params.items() if k not in _RUNNING | _NO_EFFECT}
     lists = [key for key, value in extra.items() if isinstance(value, list)]
     if lists:
         raise RematError(
             f"{where}: extra_params.{lists[0]} is a list",
-            fix="lists in extra_params are not unfolded: write one command per value",
+            code="compat.list_in_extra_params",
+            fix="Write one command per value: lists in extra_params are not expanded.",
         )
     if command.batch_size is not None:
         extra["batch_size"] = command.batch_size
@@ -332,9 +361,9 @@ def _sizes(
         base = (published_sizes if defaults.published else default_sizes)(name)
         sizes = zoo_sizes(name, {key: _as_number(value) for key, value in extra.items()})
         known = {key: value for key, value in sizes.items() if key in base}
-        full = {**base, **checked_sizes(name, known)}
+        full = {**base, **validate_sizes(name, known)}
     except RematError as error:
-        raise told_of(error, f"{where}: ") from error
+        raise add_location(error, f"{where}: ") from error
     notes = [
         f"{where}: {name} has no size {key!r}, ignored; it has {', '.join(base)}"
         for key in sizes
@@ -344,22 +373,26 @@ def _sizes(
 
 
 def _budget(where: str, value: float | str | None) -> float | None:
-    """Bytes; -1 is the original's word for no budget."""
+    """Parse a budget in bytes; -1 means no budget, as in the original."""
     if value is None:
         return None
     try:
         budget = float(parse_bytes(value)) if isinstance(value, str) else value
     except BudgetError as error:
-        raise told_of(error, f"{where}: memory_budget: ") from error
+        raise add_location(error, f"{where}: memory_budget: ") from error
     if budget == -1:
         return math.inf
     if not budget > 0:
-        raise RematError(f"{where}: memory_budget must be above 0, or -1 for none", found=value)
+        raise RematError(
+            f"{where}: memory_budget must be above 0, or -1 for none",
+            code="budget.not_positive",
+            found=value,
+        )
     return budget
 
 
 def _as_number(value: Any) -> Any:
-    """YAML reads 5e-4 as text: take text that is a number for one."""
+    """Convert text that is a number, because YAML reads 5e-4 as text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -369,13 +402,13 @@ def _as_number(value: Any) -> Any:
 
 
 def ignored_keys(
-    given: dict[str, Any], known: set[str], no_effect: set[str], where: str = ""
+    fields: dict[str, Any], known: set[str], no_effect: set[str], where: str = ""
 ) -> list[str]:
-    """Notes about the keys of a mapping that do nothing."""
+    """Return notes about keys of a mapping without effect."""
     notes = []
-    for key in given:
+    for key in fields:
         if key in no_effect:
-            notes.append(f"{where}{key} has no effect here")
+            notes.append(f"{where}{key} has no effect")
         elif key not in known:
             near = difflib.get_close_matches(str(key), known | no_effect, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
@@ -383,7 +416,13 @@ def ignored_keys(
     return notes
 
 
-def told_of(error: GradkeepError, where: str = "", path: Path | None = None) -> RematError:
-    """The same error, with the place in the configuration that it is about."""
-    what = f"{where}{error.message}"
-    return RematError(what, path=path, found=error.found, expected=error.expected, fix=error.fix)
+def add_location(error: GradkeepError, where: str = "", path: Path | None = None) -> RematError:
+    """Return the same error with its location in the configuration."""
+    return RematError(
+        f"{where}{error.message}",
+        code=error.code,
+        path=path,
+        found=error.found,
+        expected=error.expected,
+        fix=error.fix,
+    )

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._command import (
     CommandDefaults,
+    add_location,
     ignored_keys,
-    told_of,
     trials_of,
 )
 from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
@@ -37,52 +37,61 @@ _KNOWN = {
     *("seed", "set_seed", "n_reps", "n_inputs", "dry_run", "threads"),
     *("save_logs", "log_dest", "simrd_config"),
 }
-# What the original's files say about machines and services that have no part in this.
+# Settings of the original about machines and services that are not used here.
 _NO_EFFECT = {"sync_gpu", "dtr_torch_cmd", "notify", "ignore_kind"}
 
 
 @dataclass(frozen=True, slots=True)
 class DtrExperiment:
-    """What a configuration asks for."""
+    """A parsed configuration."""
 
     trials: tuple[Trial, ...]
     notes: tuple[str, ...]
-    """What was ignored, and why."""
+    """Ignored settings, with reasons."""
     report_errors: bool = True
-    """Go on after a trial that failed."""
+    """Continue after a failed trial."""
     log_dest: Path | None = None
-    """Where the logs of `save_logs` go; without one they stay among the results."""
+    """Folder for the logs of `save_logs`; without one they stay with the results."""
     simrd_config: str | None = None
-    """The name of a manifest beside them, which `gradkeep remat figures` reads."""
+    """Name of a manifest in that folder, which `gradkeep remat figures` reads."""
 
 
 def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
-    """Read and check a configuration; a mistake is told with its place."""
+    """Read and validate a configuration; errors name the location."""
     file = Path(path)
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise RematError("the configuration cannot be read", path=file, found=str(error)) from error
+        raise RematError(
+            "the configuration cannot be read",
+            code="compat.config_unreadable",
+            path=file,
+            found=str(error),
+        ) from error
     try:
-        return parse_experiment(_loaded(file, text))
+        return parse_experiment(_load_config(file, text))
     except RecursionError:
-        raise RematError("the configuration is nested without end", path=file) from None
+        raise RematError(
+            "the configuration is nested too deeply", code="compat.config_syntax", path=file
+        ) from None
     except RematError as error:
         if error.path is not None:
             raise
-        raise told_of(error, path=file) from error
+        raise add_location(error, path=file) from error
 
 
 def parse_experiment(config: Any) -> DtrExperiment:
-    """Check a configuration that is already in memory.
+    """Validate a configuration that is already in memory.
 
-    >>> found = parse_experiment({"models": {"lstm": [{"type": "dtr", "ratio": [0.5, 0.3]}]}})
-    >>> [trial.ratio for trial in found.trials]
+    >>> experiment = parse_experiment({"models": {"lstm": [{"type": "dtr", "ratio": [0.5, 0.3]}]}})
+    >>> [trial.ratio for trial in experiment.trials]
     [0.5, 0.3]
     """
     if not isinstance(config, dict):
         raise RematError(
-            f"a configuration is a mapping with the key models: {type(config).__name__}",
+            "the configuration is not a mapping with the key models",
+            code="compat.config_not_a_mapping",
+            found=type(config).__name__,
             expected="{models: {NAME: [COMMAND, ...]}}",
         )
     notes = ignored_keys(config, _KNOWN, _NO_EFFECT)
@@ -95,27 +104,31 @@ def parse_experiment(config: Any) -> DtrExperiment:
     for model, commands in chosen.items():
         if not isinstance(commands, list) or not commands:
             raise RematError(
-                f"{model}: no list of commands: {repr(commands)[:60]}",
+                f"{model}: the value is not a list of commands",
+                code="compat.no_commands",
+                found=repr(commands)[:60],
                 expected="a list such as [{type: baseline}, {type: dtr, ratio: 0.5}]",
             )
         for position, command in enumerate(commands, 1):
-            made, said = trials_of(model, position, command, defaults)
-            trials += made
-            notes += said
+            new_trials, new_notes = trials_of(model, position, command, defaults)
+            trials += new_trials
+            notes += new_notes
     return DtrExperiment(
         tuple({(trial.model, trial.key): trial for trial in trials}.values()),
         tuple(dict.fromkeys(notes)),
         report_errors=config.get("report_errors") is not False,
-        log_dest=_folder(config.get("log_dest")),
+        log_dest=_parse_folder(config.get("log_dest")),
         simrd_config=_file_name(config.get("simrd_config")),
     )
 
 
-def _folder(value: object) -> Path | None:
+def _parse_folder(value: object) -> Path | None:
     if value is None or (isinstance(value, str) and value.strip() in ("", "/dev/null")):
         return None
     if not isinstance(value, str):
-        raise RematError(f"log_dest must be the path of a folder, got {value!r}")
+        raise RematError(
+            f"log_dest must be the path of a folder, got {value!r}", code="compat.log_dest"
+        )
     return Path(value).expanduser()
 
 
@@ -123,18 +136,23 @@ def _file_name(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or Path(value).name != value:
-        raise RematError(f"simrd_config must be the name of a file in log_dest, got {value!r}")
+        raise RematError(
+            f"simrd_config must be the name of a file in log_dest, got {value!r}",
+            code="compat.simrd_config",
+        )
     return value
 
 
 def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The commands per model, and whether this is the original's layout."""
+    """Return the commands per model, and True for the original's layout."""
     models, settings = config.get("models"), config.get("dtr_settings")
     if isinstance(models, dict) and models:
         return models, False
     if not isinstance(models, list) or not models:
         raise RematError(
-            f"models: no models are named: {models!r}",
+            "models: no models are named",
+            code="compat.no_models",
+            found=repr(models),
             expected="a mapping from names to commands, or a list of names with dtr_settings",
         )
     there = settings if isinstance(settings, dict) else {}
@@ -142,29 +160,41 @@ def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if missing:
         raise RematError(
             f"dtr_settings: no commands for {', '.join(missing)}",
+            code="compat.no_settings",
             found=", ".join(there) or repr(settings)[:60],
             expected="the same names in models and dtr_settings",
         )
     return {name: there[name] for name in models}, True
 
 
-def _loaded(file: Path, text: str) -> Any:
+def _load_config(file: Path, text: str) -> Any:
     if file.suffix in (".yaml", ".yml"):
         try:
             import yaml
         except ImportError as error:
             raise MissingExtraError(
-                "YAML needs PyYAML", path=file, fix=f"{install_hint('remat')}, or write JSON"
+                "configurations in YAML need PyYAML",
+                path=file,
+                fix=f"{install_hint('remat')}, or write JSON",
             ) from error
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise RematError("this is not YAML", path=file, found=str(error)) from error
+            raise RematError(
+                "the configuration is not YAML",
+                code="compat.config_syntax",
+                path=file,
+                found=str(error),
+            ) from error
     try:
         return json.loads(text)
     except ValueError as error:
         raise RematError(
-            "this is not JSON", path=file, found=str(error), fix="name YAML files .yaml"
+            "the configuration is not JSON",
+            code="compat.config_syntax",
+            path=file,
+            found=str(error),
+            fix="Use the suffix .yaml for YAML files.",
         ) from error
 
 
@@ -183,10 +213,10 @@ def pareto_experiment(
     limit: float = 2.0,
     repeats: int = 5,
 ) -> DtrExperiment:
-    """Simulations and optima at `ratios`; at `live_ratios` steps online and by plan; checkpoints.
+    """Build simulations and optima at `ratios`, live steps online and by plan at `live_ratios`, and checkpoints.
 
-    >>> found = pareto_experiment(["lstm"], sizes={}, heuristics=["lru"], ratios=[0.5])
-    >>> list(dict.fromkeys(trial.type for trial in found.trials))
+    >>> experiment = pareto_experiment(["lstm"], sizes={}, heuristics=["lru"], ratios=[0.5])
+    >>> list(dict.fromkeys(trial.type for trial in experiment.trials))
     ['baseline', 'simrd', 'optimal', 'dtr', 'planned', 'checkpoint']
     """
     commands: list[dict[str, Any]] = [

@@ -1,11 +1,11 @@
-"""Trials on a live model: steps in a budget beside plain steps, in one process.
+"""Trials on a live model: steps within a budget next to plain steps, in one process.
 
-Every step in a budget is paired with a plain one right before it. Times over plain time are medians
+Every step within a budget is paired with a plain one right before it. Overheads are medians
 of ratios of CPU time, peaks are live bytes of tensors.
 
-Checkpoints can be placed by name. `K segments` cuts a chain of layers (`nn.Sequential`) into K pieces
-and keeps what lies between them; the last piece is left as it is, for its backward pass comes first.
-`all`, `even`, `odd`, `first half` and `last half` wrap parts of any model one by one.
+Checkpoints are placed by name. `K segments` cuts a chain of layers (`nn.Sequential`) into K pieces
+and keeps the activations between them; the last piece is not checkpointed, because its backward pass comes
+first. `all`, `even`, `odd`, `first half` and `last half` wrap parts of any model one by one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 _RECORDINGS = 3
-"""Before a plan is made."""
+"""Number of recordings before planning."""
 
 
 class _Spent(NamedTuple):
-    """What one step took, in seconds."""
+    """Duration of one step in seconds."""
 
     wall: float
     cpu: float
@@ -54,7 +54,7 @@ class _Spent(NamedTuple):
 
 def measure(work: TrialWork) -> dict[str, Any]:
     """Run and time the plain step; one more run counts the bytes."""
-    step = _built(work).step
+    step = _build_workload(work).step
     for _ in range(work.warmup):
         step()
     times = _times([_timed(step) for _ in range(work.repeats)])
@@ -62,11 +62,11 @@ def measure(work: TrialWork) -> dict[str, Any]:
 
 
 def make_log(work: TrialWork, path: Path) -> dict[str, Any]:
-    """Record the step; the log is there whole or not at all."""
-    step = _built(work).step
+    """Record the step; the log is written atomically."""
+    step = _build_workload(work).step
     for _ in range(work.warmup):
         step()
-    # Beside the log until all repeats are in it: a log that exists is finished.
+    # A temporary file until all repeats are recorded: a log that exists is complete.
     recorder = record(path.with_suffix(f".part{os.getpid()}"))
     # A recording takes the least time of each operator; more repeats change little.
     for _ in range(min(work.repeats, 5)):
@@ -85,32 +85,33 @@ def measure_online(
     sample: bool,
     skip_small: bool,
 ) -> dict[str, Any]:
-    """Train while an eviction heuristic decides, operator by operator."""
-    step = _built(work).step
+    """Train with online eviction."""
+    step = _build_workload(work).step
     step()
     peak = _live_peak(step)
     pool_sample = PoolSample(sample=sample, skip_small=skip_small)
     online = OnlineRuntime(
         budget, heuristic=heuristic, limit=max(limit - 1, 0.0), sample=pool_sample
     )
-    told = []
+    reports = []
 
     def within() -> None:
         with online:
             step()
-        told.append(online.report())
+        reports.append(online.report())
 
-    # The first step does not know yet how large results will be, and may pass the budget.
+    # Result sizes are unknown in the first step, which may exceed the budget.
     for _ in range(max(work.warmup, 1)):
         within()
-    told.clear()
-    plain, spent = _paired(step, within, work.repeats, go_on=lambda: not told[-1].gave_up)
-    over = max(one.over for one in told)
+    reports.clear()
+    plain, spent = _time_pairs(step, within, work.repeats, go_on=lambda: not reports[-1].gave_up)
+    over = max(one.over for one in reports)
     status, message = "ok", ""
-    if any(one.exhausted for one in told):
-        # What follows, thrashing included, follows from it; the simulator ends here.
-        status, message = "over budget", f"out of memory by {over} bytes: nothing was left to evict"
-    elif any(one.gave_up for one in told):
+    if any(one.exhausted for one in reports):
+        # The simulator ends here, so later thrashing does not count.
+        status = "over budget"
+        message = f"out of memory by {over} bytes: no storage could be evicted"
+    elif any(one.gave_up for one in reports):
         status, message = "gave up", f"recomputation took more than {limit:g} times the plain time"
     elif over:
         status, message = "over budget", f"by {over} bytes"
@@ -121,14 +122,14 @@ def measure_online(
         "message": message,
         **_times(spent, plain),
         **{
-            f"{part}_time": statistics.median(getattr(one, f"{part}_seconds") for one in told)
+            f"{part}_time": statistics.median(getattr(one, f"{part}_seconds") for one in reports)
             for part in ("base", "remat", "search", "copy")
         },
         "budget": _whole(budget),
-        "peak": max(one.peak for one in told),
+        "peak": max(one.peak for one in reports),
         "unlimited_peak": peak,
         **{
-            name: getattr(told[-1], name)
+            name: getattr(reports[-1], name)
             for name in ("operators", "evictions", "rematerializations")
         },
     }
@@ -136,7 +137,7 @@ def measure_online(
 
 def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
     """Train by a plan made from recorded steps."""
-    step = _built(work).step
+    step = _build_workload(work).step
     step()
     base = memory_budget(1.0, recordings=_RECORDINGS)
     for _ in range(_RECORDINGS):
@@ -161,8 +162,8 @@ def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
 
     for _ in range(max(work.warmup, 1)):
         within()
-    plain, spent = _paired(step, within, work.repeats)
-    told, done = chosen.explain(), chosen.report()
+    plain, spent = _time_pairs(step, within, work.repeats)
+    explanation, done = chosen.explain(), chosen.report()
     status, message = "ok", ""
     if done.unplanned or done.undone:
         status, message = "gave up", "; ".join(dict.fromkeys(done.reasons[-3:]))
@@ -179,24 +180,24 @@ def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
         "copy_time": 0.0,
         "budget": _whole(budget),
         "peak": done.measured_peak,
-        "unlimited_peak": told.peak,
-        "floor": told.floor,
-        "predicted_peak": told.predicted_peak,
-        "predicted_overhead": told.predicted_slowdown,
-        "planning_seconds": told.planning_seconds,
-        "evictions": len(told.dropped),
+        "unlimited_peak": explanation.peak,
+        "floor": explanation.floor,
+        "predicted_peak": explanation.predicted_peak,
+        "predicted_overhead": explanation.predicted_slowdown,
+        "planning_seconds": explanation.planning_seconds,
+        "evictions": len(explanation.dropped),
     }
 
 
 def measure_checkpoints(work: TrialWork, *, placement: str) -> dict[str, Any]:
-    """Train with `torch.utils.checkpoint` in these places."""
-    load = _built(work)
+    """Train with `torch.utils.checkpoint` at a placement."""
+    load = _build_workload(work)
     step = load.step
     step()
     peak = _live_peak(step)
 
     def within() -> None:
-        with placed(load.model, placement):
+        with place_checkpoints(load.model, placement):
             step()
 
     try:
@@ -204,10 +205,10 @@ def measure_checkpoints(work: TrialWork, *, placement: str) -> dict[str, Any]:
             within()
         own_peak = _live_peak(within)
     except (RematError, RuntimeError) as error:
-        # No such place, or a piece that begins with an in-place operator.
-        told = str(error).splitlines()[0]
-        return {"status": "infeasible", "message": told, "unlimited_peak": peak}
-    plain, spent = _paired(step, within, work.repeats)
+        # No such placement, or a piece that begins with an in-place operator.
+        message = str(error).splitlines()[0]
+        return {"status": "infeasible", "message": message, "unlimited_peak": peak}
+    plain, spent = _time_pairs(step, within, work.repeats)
     return {
         "status": "ok",
         **_times(spent, plain),
@@ -217,10 +218,10 @@ def measure_checkpoints(work: TrialWork, *, placement: str) -> dict[str, Any]:
     }
 
 
-def _paired(
+def _time_pairs(
     plain: Step, other: Step, rounds: int, *, go_on: Callable[[], bool] = lambda: True
 ) -> tuple[list[_Spent], list[_Spent]]:
-    """Time both, back to back, so many times or until it makes no sense to go on."""
+    """Time both steps alternately, `rounds` times or until `go_on` returns False."""
     one, two = [], []
     for _ in range(rounds):
         one.append(_timed(plain))
@@ -261,15 +262,15 @@ def _whole(budget: float) -> int | None:
     return None if math.isinf(budget) else int(budget)
 
 
-def _built(work: TrialWork) -> Workload:
+def _build_workload(work: TrialWork) -> Workload:
     torch.set_num_threads(work.threads)
     sizes: dict[str, Any] = dict(work.sizes)
     return build(work.name, seed=work.seed, **sizes)
 
 
 @contextlib.contextmanager
-def placed(model: nn.Module, name: str) -> Iterator[None]:
-    """Inside `with` the model has checkpoints there; raises `RematError` if it has no such places."""
+def place_checkpoints(model: nn.Module, name: str) -> Iterator[None]:
+    """Add checkpoints to the model inside `with`; raise `RematError` if the placement does not exist."""
     segments = SEGMENTS.fullmatch(name)
     if segments is not None:
         wrapped = [(model, _in_segments(model, int(segments[1])))]
@@ -287,10 +288,11 @@ def placed(model: nn.Module, name: str) -> Iterator[None]:
 def _in_segments(model: nn.Module, count: int) -> Any:
     if not isinstance(model, nn.Sequential) or len(model) < count:
         raise RematError(
-            "this model has no such placement of checkpoints",
+            "the model has no such placement of checkpoints",
+            code="compat.no_segments",
             found=f"{count} segments of {type(model).__name__}",
             expected=f"a chain (nn.Sequential) of at least {count} layers",
-            fix="for other models: all, even, odd, first half, last half",
+            fix="Use all, even, odd, first half or last half for other models.",
         )
     edges = [round(part * len(model) / count) for part in range(count + 1)]
     pieces = [model[low:high] for low, high in itertools.pairwise(edges)]
@@ -308,11 +310,11 @@ def _checkpointed(part: nn.Module) -> Any:
 
 
 def _chosen(model: nn.Module, name: str) -> list[nn.Module]:
-    """Of the parts with parameters, lists of them opened, those that a placement means."""
-    found: list[nn.Module] = []
+    """Return the parts with parameters, with lists opened, that a placement selects."""
+    children: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else [child]
-    parts = [part for part in found if next(part.parameters(), None) is not None]
+        children += list(child) if isinstance(child, nn.ModuleList) else [child]
+    parts = [part for part in children if next(part.parameters(), None) is not None]
     half = len(parts) // 2
     chosen = {
         "all": parts,
@@ -323,7 +325,8 @@ def _chosen(model: nn.Module, name: str) -> list[nn.Module]:
     }[name]
     if not chosen:
         raise RematError(
-            "this model has no such placement of checkpoints",
+            "the model has no such placement of checkpoints",
+            code="compat.no_parts",
             found=f"{name!r} of {len(parts)} parts with parameters",
         )
     return chosen

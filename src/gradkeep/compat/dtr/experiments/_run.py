@@ -1,12 +1,12 @@
-"""Experiments by configuration: train, record, simulate, and put it all in tables and pictures.
+"""Run experiments by configuration: train, record, simulate, and write tables and figures.
 
-    OUT/results/  one JSON file per trial; what is there is not run again
+    OUT/results/  one JSON file per trial; existing results are not run again
     OUT/logs/     the recorded steps, one per model with sizes
     OUT/summary/  a CSV table per model
-    OUT/graphs/   a picture per model
+    OUT/graphs/   a figure per model
 
-Trials run on a farm of local processes, which ends those that take too long and tries again. Each
-writes its result in one move when it is done, so a kill at any time loses nothing done.
+Trials run on a farm of local processes, which enforces timeouts and retries. Each
+writes its result atomically, so a kill at any time loses no finished trial.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ if TYPE_CHECKING:
     from gradkeep.remat.simulator._sweep import SweepRow
 
 Result = dict[str, Any]
-_TOOK_TOO_LONG = re.compile(
+_TIMEOUT_MESSAGE = re.compile(
     r"^TimeoutError: row \d+ took longer than \S+ s each\s*\Z", re.MULTILINE
 )
-_BY_WHOM = re.compile(r"\nafter \S+ s by \S+\Z")
-_OUR_OWN = re.compile(r"^gradkeep\.errors\.\w+: ", re.MULTILINE)
+_WORKER_SUFFIX = re.compile(r"\nafter \S+ s by \S+\Z")
+_GRADKEEP_ERROR = re.compile(r"^gradkeep\.errors\.\w+: ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentReport:
-    """What an experiment gave."""
+    """Results of an experiment."""
 
     results: tuple[Result, ...]
-    """One per trial, in the configuration's order; measurements that a ratio needed come after."""
+    """One per trial, in the order of the configuration, then baselines that a ratio needed."""
     ran: int
     reused: int
     files: tuple[Path, ...]
@@ -67,12 +67,12 @@ class ExperimentReport:
 
     @property
     def points(self) -> list[SweepRow]:
-        """The trials in budgets and with checkpoints, as a sweep's lines."""
+        """Rows of a sweep for the trials with budgets and checkpoints."""
         return points(self.results)
 
     @property
     def failed(self) -> int:
-        """Trials that ended with an error or took too long."""
+        """Number of trials that failed or timed out."""
         return sum(result["status"] in FAILED for result in self.results)
 
 
@@ -84,7 +84,7 @@ def run_experiment(
     retry_failed: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExperimentReport:
-    """Run the trials that have no result yet, then write all tables and pictures.
+    """Run the trials without a result, then write all tables and figures.
 
     Training and recording run one at a time, so that they do not disturb each other; simulations
     run on `workers` processes.
@@ -107,56 +107,59 @@ class _ExperimentRunner:
         self.log_dest, self.simrd_config = experiment.log_dest, experiment.simrd_config
         trials = experiment.trials
         implied = [t.baseline for t in trials if t.ratio is not None and t.log is None]
-        asked = {(trial.model, trial.key) for trial in trials}
-        extra = {(t.model, t.key): t for t in implied if (t.model, t.key) not in asked}
+        keys = {(trial.model, trial.key) for trial in trials}
+        extra = {(t.model, t.key): t for t in implied if (t.model, t.key) not in keys}
         self.trials = (*trials, *extra.values())
         self.results: dict[str, Result] = {}
         self.done = 0
 
     def run(self, workers: int) -> ExperimentReport:
-        wanted = {trial.key: trial for trial in self.trials}
+        trials = {trial.key: trial for trial in self.trials}
         for folder in ("results", "logs"):
             try:
                 (self.out / folder).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RematError(
-                    "the folder for results cannot be made", path=self.out, found=str(error)
+                    "the folder for results cannot be created",
+                    code="compat.out_not_writable",
+                    path=self.out,
+                    found=str(error),
                 ) from error
-        for key in wanted:
-            found = read_result(self._path(key))
-            if found is not None and not (self.retry_failed and found["status"] in FAILED):
-                self.results[key] = found
+        for key in trials:
+            result = read_result(self._path(key))
+            if result is not None and not (self.retry_failed and result["status"] in FAILED):
+                self.results[key] = result
         reused = len(self.results)
-        left = [trial for key, trial in wanted.items() if key not in self.results]
-        self.total = len(wanted)
+        pending = [trial for key, trial in trials.items() if key not in self.results]
+        self.total = len(trials)
         self.done = reused
-        self._tell()
-        simulated = [trial for trial in left if trial.type in SIMULATED]
-        # One after another, each in a process of its own: they must not disturb each other.
-        for trial in left:
+        self._report_progress()
+        simulated = [trial for trial in pending if trial.type in SIMULATED]
+        # One at a time, each in its own process, so that they do not disturb each other.
+        for trial in pending:
             if trial.type == "baseline":
                 self._run([TrialTask(trial, self._path(trial.key))], workers=1)
-        for task in self._possible([trial for trial in left if trial.type in LIVE], {}):
+        for task in self._build_tasks([trial for trial in pending if trial.type in LIVE], {}):
             self._run([task], workers=1)
         saved = [trial for trial in self.trials if trial.save_log]
         logs = self._record([*(t for t in simulated if t.log is None), *saved])
-        self._run(self._possible(simulated, logs), workers=workers)
+        self._run(self._build_tasks(simulated, logs), workers=workers)
         recorded = [
             (trial, self._log(trial.work))
             for trial in saved
             if logs[trial.work.key]["status"] not in FAILED
         ]
-        kept = [log for _, log in recorded]
+        logs_saved = [log for _, log in recorded]
         if self.log_dest is not None:
-            kept = save_logs(recorded, self.log_dest, self.simrd_config)
-        # The same question may be asked of two names: the result is shared, the names are not.
+            logs_saved = save_logs(recorded, self.log_dest, self.simrd_config)
+        # Two models may share a result under different names.
         rows = tuple({**self.results[trial.key], **trial.about} for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
-        return ExperimentReport(rows, len(left), reused, (*files, *pictures, *kept), notes)
+        return ExperimentReport(rows, len(pending), reused, (*files, *pictures, *logs_saved), notes)
 
-    def _run(self, tasks: list[TrialTask], *, workers: int, tell: bool = True) -> None:
-        """The results of the tasks, by key; those that failed have one too."""
+    def _run(self, tasks: list[TrialTask], *, workers: int, report_progress: bool = True) -> None:
+        """Run tasks and store their results by key, including failures."""
         alike: dict[tuple[float, int], list[TrialTask]] = {}
         for task in tasks:
             alike.setdefault((task.trial.timeout, task.trial.retries), []).append(task)
@@ -165,24 +168,24 @@ class _ExperimentRunner:
 
             def progress(finished: int, before: int = before) -> None:
                 self.done = before + finished
-                self._tell()
+                self._report_progress()
 
             self.results |= run_tasks(
                 group,
                 workers=workers,
                 stop_at_failure=not self.report_errors,
-                progress=progress if tell else lambda _: None,
+                progress=progress if report_progress else lambda _: None,
             )
 
     def _record(self, trials: Iterable[Trial]) -> dict[str, Result]:
-        """Record each step that has no log yet; the results by the key of the work."""
-        found: dict[str, Result] = {}
+        """Record each step without a log; return the results by the key of the work."""
+        results: dict[str, Result] = {}
         slowest: dict[str, Trial] = {}
         for trial in trials:
             key = trial.work.key
             there = read_result(self.out / "logs" / f"{key}.json")
             if self._log(trial.work).exists() and there is not None and there["status"] == "ok":
-                found[key] = there
+                results[key] = there
                 continue
             other = slowest.get(key, trial)
             timeout, retries = max(trial.timeout, other.timeout), max(trial.retries, other.retries)
@@ -190,13 +193,15 @@ class _ExperimentRunner:
         for key, trial in slowest.items():
             out = self.out / "logs" / f"{key}.json"
             self._run(
-                [TrialTask(trial, out, self._log(trial.work), record=True)], workers=1, tell=False
+                [TrialTask(trial, out, self._log(trial.work), record=True)],
+                workers=1,
+                report_progress=False,
             )
-            found[key] = self.results.pop(key)
-        return found
+            results[key] = self.results.pop(key)
+        return results
 
-    def _possible(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[TrialTask]:
-        """The jobs of these trials; if what one builds on has failed, then that is its result."""
+    def _build_tasks(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[TrialTask]:
+        """Build the tasks of trials; a trial whose prerequisite failed gets that result."""
         jobs = []
         for trial in trials:
             recorded = trial.type in SIMULATED and trial.log is None
@@ -205,7 +210,7 @@ class _ExperimentRunner:
                 needed.append(("baseline", self.results[trial.baseline.key]))
             failed = next((one for one in needed if one[1]["status"] in FAILED), None)
             if failed is None:
-                jobs.append(self._in_budget(trial))
+                jobs.append(self._build_task(trial))
                 continue
             what, result = failed
             self.results[trial.key] = {
@@ -214,10 +219,10 @@ class _ExperimentRunner:
                 "message": f"its {what} failed: {result.get('message')}",
             }
             self.done += 1
-            self._tell()
+            self._report_progress()
         return jobs
 
-    def _in_budget(self, trial: Trial) -> TrialTask:
+    def _build_task(self, trial: Trial) -> TrialTask:
         budget, log = trial.budget, None
         if trial.log is not None:
             log = Path(trial.log)
@@ -233,13 +238,13 @@ class _ExperimentRunner:
     def _log(self, work: TrialWork) -> Path:
         return self.out / "logs" / f"{work.key}.log"
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
 
 class _FirstFailureError(Exception):
-    """Nothing else is to be run."""
+    """Stops the run at the first failure."""
 
 
 def run_tasks(
@@ -249,10 +254,10 @@ def run_tasks(
     stop_at_failure: bool,
     progress: Callable[[int], None],
 ) -> dict[str, Result]:
-    """Run tasks of one timeout and number of retries as rows of a farm; the results by key."""
+    """Run tasks with one timeout and number of retries as rows of a farm; return the results by key."""
     attempts = tasks[0].trial.retries + 1
-    asked = {task.trial.heuristic for task in tasks}
-    own = {name: make for name, make in registered_heuristics().items() if name in asked}
+    names = {task.trial.heuristic for task in tasks}
+    own = {name: make for name, make in registered_heuristics().items() if name in names}
 
     def look(seen: Progress) -> None:
         progress(seen.done + seen.failed)
@@ -271,9 +276,9 @@ def run_tasks(
                 threads=max(1 if task.simulated else task.trial.work.threads for task in tasks),
                 timeout=tasks[0].trial.timeout,
                 max_attempts=attempts,
-                # A trial that was interrupted is run again as a whole.
+                # An interrupted trial is run again as a whole.
                 grace=0.0,
-                # Each trial asks something else: that ten fail says nothing about the next.
+                # Trials are independent: failures do not predict each other.
                 give_up_after=10**9,
                 progress=look,
             )
@@ -282,19 +287,20 @@ def run_tasks(
             for state in rows.states(max_attempts=attempts)
             if state.state in ("done", "failed")
         ]
-    results = {task.about["key"]: _ending(task, state) for task, state in ended}
+    results = {task.about["key"]: _finish_task(task, state) for task, state in ended}
     for result in results.values():
         if stop_at_failure and result["status"] in FAILED:
             raise RematError(
-                f"a trial ended with {result['status']}",
+                f"a trial ended with status {result['status']}",
+                code="compat.trial_failed",
                 found=f"{result.get('model')}: {result.get('message')}",
-                fix="report_errors: true goes on with the other trials",
+                fix="Set report_errors: true to continue with the other trials.",
             )
     return results
 
 
-def _ending(task: TrialTask, state: stores.RowState) -> Result:
-    """What a task gave in the end; a failure is written down here, for its worker may be gone."""
+def _finish_task(task: TrialTask, state: stores.RowState) -> Result:
+    """Return the result of a task; write failures here, because the worker may be dead."""
     result = read_result(task.out) if state.state == "done" else None
     if result is not None and state.attempts == 0:
         return result
@@ -302,31 +308,37 @@ def _ending(task: TrialTask, state: stores.RowState) -> Result:
         result["retries"] = state.attempts
     else:
         about = {**task.about, "retries": max(state.attempts - 1, 0)}
-        result = {**about, **_failure(task, state.error or "its result is gone")}
+        result = {**about, **_failure(task, state.error or "the result file is missing")}
     write_result(task.out, result)
     return result
 
 
 def _failure(task: TrialTask, error: str) -> Result:
-    """What a row's traceback says: the message alone, if it is one that was meant for people."""
-    if _TOOK_TOO_LONG.search(error):
+    """Extract the message of a row's traceback; only the message for errors of gradkeep."""
+    if _TIMEOUT_MESSAGE.search(error):
         return {"status": "timeout", "message": f"took longer than {task.trial.timeout:g} s"}
-    text = _BY_WHOM.sub("", error.rstrip())
-    said = list(_OUR_OWN.finditer(text))
-    return {"status": "error", "message": text[said[-1].end() if said else 0 :].strip()[-2000:]}
+    text = _WORKER_SUFFIX.sub("", error.rstrip())
+    matches = list(_GRADKEEP_ERROR.finditer(text))
+    return {
+        "status": "error",
+        "message": text[matches[-1].end() if matches else 0 :].strip()[-2000:],
+    }
 
 
 def save_logs(
     recorded: Sequence[tuple[Trial, Path]], folder: Path, manifest: str | None
 ) -> list[Path]:
-    """Copy each log as `MODEL-BATCH-BUDGET-KEY.log`; saving the same again changes nothing."""
+    """Copy each log as `MODEL-BATCH-BUDGET-KEY.log`; repeating it changes nothing."""
     try:
         written = [_copy_log(trial, log, folder) for trial, log in recorded]
         if manifest is not None:
-            written.append(_extended(folder / manifest, recorded, written))
+            written.append(_extend_manifest(folder / manifest, recorded, written))
     except OSError as error:
         raise RematError(
-            "log_dest: the logs cannot be saved there", path=folder, found=str(error)
+            "log_dest: the logs cannot be saved",
+            code="compat.logs_not_saved",
+            path=folder,
+            found=str(error),
         ) from error
     return list(dict.fromkeys(written))
 
@@ -340,13 +352,18 @@ def _copy_log(trial: Trial, log: Path, folder: Path) -> Path:
     return path
 
 
-def _extended(path: Path, recorded: Sequence[tuple[Trial, Path]], written: Sequence[Path]) -> Path:
-    """Add to a manifest what it does not list yet."""
+def _extend_manifest(
+    path: Path, recorded: Sequence[tuple[Trial, Path]], written: Sequence[Path]
+) -> Path:
+    """Add new logs to a manifest."""
     try:
         models = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:
         raise RematError(
-            "simrd_config is there and cannot be read", path=path, found=str(error)
+            "simrd_config exists but cannot be read",
+            code="compat.simrd_config",
+            path=path,
+            found=str(error),
         ) from error
     for (trial, _), log in zip(recorded, written, strict=True):
         listed = models.setdefault(trial.model, [])
@@ -354,9 +371,9 @@ def _extended(path: Path, recorded: Sequence[tuple[Trial, Path]], written: Seque
             continue
         sizes = dict(trial.work.sizes)
         title = f"{trial.model} ({sizes.pop('batch_size')})"
-        said = ", ".join(f"{key} {value:g}" for key, value in sizes.items())
+        description = ", ".join(f"{key} {value:g}" for key, value in sizes.items())
         listed.append(
-            {"name": title, "title": title, "desc": said, "log": str(log), "has_start": True}
+            {"name": title, "title": title, "desc": description, "log": str(log), "has_start": True}
         )
     write_result(path, models)
     return path

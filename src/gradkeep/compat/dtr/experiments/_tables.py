@@ -1,4 +1,4 @@
-"""Tables and pictures of an experiment: one of each per model."""
+"""Tables and figures of an experiment: one of each per model."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _COLUMNS = (
     *("simulation_seconds", "retries", "sizes", "message", "key"),
 )
 
-# Endings that say nothing about a budget.
+# Statuses without information about a budget.
 _NOTHING = (*FAILED, "too large")
 
 
 def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """A CSV table per model; times are seconds, sizes bytes."""
+    """Write a CSV table per model; times are seconds, sizes bytes."""
     paths = []
     for model, rows in _per_model(results):
         text = io.StringIO()
@@ -68,32 +68,34 @@ def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Pat
 def write_graphs(
     results: Sequence[dict[str, Any]], folder: Path
 ) -> tuple[list[Path], tuple[str, ...]]:
-    """Per model a picture of what each budget costs, and one of its sweeps if it has any.
+    """Write a figure of the budgets per model, and one of its batch sizes if there are any.
 
-    What could not be drawn is said.
+    Also return notes about figures that could not be drawn.
     """
     paths: list[Path] = []
     for model, rows in _per_model(results):
         drawn = points([row for row in rows if row["kind"] != "param_sweep"])
         swept = any(row["kind"] == "param_sweep" for row in rows)
-        look = FigureStyle(f"Time against memory budget, {model}")
+        style = FigureStyle(f"Time against memory budget, {model}")
         try:
             if drawn:
-                paths += draw_sweep(drawn, folder, _file_name(model), look)
+                paths += draw_sweep(drawn, folder, _file_name(model), style)
             if swept:
                 paths += draw_batch_sizes(model, rows, folder, f"{_file_name(model)}-sweep")
         except MissingExtraError as error:
-            return paths, (f"no pictures: {error.message}; {error.fix}",)
+            return paths, (f"no figures: {error.message}; {error.fix}",)
     return paths, ()
 
 
 def points(results: Sequence[dict[str, Any]]) -> list[SweepRow]:
-    """The trials in budgets and with checkpoints, as a sweep's lines."""
+    """Return the trials with budgets and checkpoints as rows of a sweep."""
     return [
         _point(row, rows)
         for _, rows in _per_model(results)
         for row in rows
-        if row["type"] in _SOURCES and row["status"] not in _NOTHING and _at(row) is not None
+        if row["type"] in _SOURCES
+        and row["status"] not in _NOTHING
+        and _budget_ratio(row) is not None
     ]
 
 
@@ -107,7 +109,7 @@ def _per_model(
 
 
 def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
-    """A trial as a line of a sweep: one panel per size, ratios to its own peak."""
+    """Convert a trial to a row of a sweep: one panel per size, ratios to its own peak."""
     parts = [row["model"]] + [
         f"{key.replace('_size', '')} {value:g}"
         for key, value in row["sizes"].items()
@@ -118,10 +120,10 @@ def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
     source = _SOURCES[row["type"]]
     counts = ("evictions", "rematerializations", "heuristic_evaluations", "accesses")
     return SweepRow(
-        # The picture takes a name up to its first hyphen for a log's title.
+        # A panel's title is the name of the log up to its first hyphen.
         log=", ".join(parts).replace("-", "_").replace("/", "_"),
         heuristic=row.get("heuristic") or row.get("placement") or source,
-        ratio=_at(row) or 0.0,
+        ratio=_budget_ratio(row) or 0.0,
         policy=row.get("policy", ""),
         limit=row.get("limit", math.inf),
         status=row["status"],
@@ -133,8 +135,8 @@ def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
     )
 
 
-def _at(row: dict[str, Any]) -> float | None:
-    """The share of the peak: the budget's, or of checkpoints, which know no budget, their own."""
+def _budget_ratio(row: dict[str, Any]) -> float | None:
+    """Return the budget as a fraction of the peak; for checkpoints, their own peak."""
     if row["type"] == "checkpoint":
         return row["peak"] / row["unlimited_peak"] if row["status"] == "ok" else None
     if not row.get("budget"):
@@ -156,7 +158,7 @@ _LABELS = {
 
 
 def batch_size_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Batch sizes with samples per second, by what the memory was; unfinished trials are left out.
+    """Return batch sizes with samples per second, by label; unfinished trials are left out.
 
     >>> batch_size_lines([{"type": "baseline", "status": "ok", "batch_size": 4, "time": 0.5}])
     {'plain, measured': [(4, 8.0)]}
@@ -184,7 +186,7 @@ def draw_batch_sizes(
         batch_size_lines(rows).items(), itertools.cycle(MARKERS), strict=False
     ):
         axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
-    axis.set_title(f"How fast {model} trains at each batch size", fontsize=11)
+    axis.set_title(f"Training throughput of {model}", fontsize=11)
     axis.set_xlabel("batch size")
     axis.set_ylabel("samples per second")
     axis.set_ylim(bottom=0)

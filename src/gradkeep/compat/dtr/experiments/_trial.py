@@ -1,6 +1,6 @@
-"""One trial of an experiment: the question it asks, how a worker answers it, and where that is kept.
+"""One trial of an experiment: its options, how a worker runs it, and its result file.
 
-A result is a JSON file that is there whole or not at all, so a kill at any time loses nothing done.
+A result is a JSON file that is written atomically, so a kill at any time loses no finished trial.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 
 Type = Literal["baseline", "simrd", "optimal", "dtr", "planned", "checkpoint"]
 TYPES: tuple[Type, ...] = ("baseline", "simrd", "optimal", "dtr", "planned", "checkpoint")
-"""Plain training; simulated, or the optimum, on its recorded step; on the live model, decided as it
-runs, by plan, or with `torch.utils.checkpoint`."""
+"""Plain training; simulation or optimum of its recorded step; on the live model: online eviction, a plan,
+or `torch.utils.checkpoint`.
+"""
 SIMULATED = ("simrd", "optimal")
 FAILED = ("error", "timeout")
-"""What ends without an answer; all other endings are answers."""
+"""Statuses without an answer; all others are answers."""
 LIVE = ("dtr", "planned", "checkpoint")
 PLACEMENTS = (
     *("2 segments", "3 segments", "4 segments", "8 segments"),
     *("all", "even", "odd", "first half", "last half"),
 )
 SEGMENTS = re.compile(r"([1-9]\d*) segments?")
-"""Where `torch.utils.checkpoint` can be placed in a model, by name."""
-_ASKED = {
+"""Pattern of the placement in segments."""
+_OPTIONS = {
     "baseline": (),
     "simrd": ("heuristic", "policy", "limit", "sample", "skip_small"),
     "optimal": ("time_limit",),
@@ -55,75 +56,75 @@ _ASKED = {
 
 @dataclass(frozen=True, slots=True)
 class TrialWork:
-    """What is trained: everything that a recording or a measurement depends on."""
+    """Everything that a recording or a measurement depends on."""
 
     name: str
-    """In the zoo."""
+    """Name in the zoo."""
     sizes: tuple[tuple[str, float], ...]
     seed: int = 0
     repeats: int = 5
     warmup: int = 1
     threads: int = 1
-    """More than one pays for large sizes; on a busy machine its times mean little."""
+    """More than one pays off for large sizes; on a busy machine its times are unreliable."""
 
     @property
     def key(self) -> str:
-        """The same for the same work."""
+        """Key that identifies the work."""
         return f"{self.name}-{digest(dataclasses.asdict(self))}"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One measurement, or one simulation."""
+    """One measurement or simulation."""
 
     model: str
-    """As the configuration says it."""
+    """Name in the configuration."""
     type: Type
     kind: Literal["fixed", "ratio", "param_sweep"]
     work: TrialWork
     budget: float = math.inf
-    """Bytes; of a ratio, infinite until the baseline is known."""
+    """Bytes; with a ratio, infinite until the baseline is known."""
     ratio: float | None = None
     heuristic: str = "dtr-eq"
     policy: Policy = "eager"
     limit: float = 10.0
-    """More than so many times the plain time is thrashing."""
+    """Slowdown above which it is thrashing."""
     sample: bool = False
-    """Look at about 2 sqrt(n) storages of the pool only."""
+    """Score only about 2 sqrt(n) storages of the pool."""
     skip_small: bool = False
-    """Pass over storages below 1 % of the mean size."""
+    """Skip storages below 1 % of the mean size."""
     placement: str | None = None
-    """Where checkpoints are."""
+    """Placement of checkpoints."""
     time_limit: float = 20.0
     """Seconds for the integer program."""
     timeout: float = 600.0
     retries: int = 0
-    """How often a trial that failed is tried again."""
+    """Number of retries after a failure."""
     log: str | None = None
-    """Simulate this log in place of one that is recorded; a ratio is one of its own peak."""
+    """Simulate this log instead of a recorded one; a ratio refers to its own peak."""
     log_mark: str = ""
-    """What the log held when the configuration was read."""
+    """Hash of the log when the configuration was read."""
     save_log: bool = False
-    """Put the log of its step where the configuration says."""
+    """Save the log of its step where the configuration says."""
 
     @property
     def key(self) -> str:
-        """The same for the same question, however it was asked for."""
+        """Key that identifies the trial, independent of its spelling in the configuration."""
         if self.type == "baseline":
             return f"baseline-{self.work.key}"
         work = dataclasses.asdict(self.work)
         of = [work] if self.log is None else [self.log, self.log_mark]
-        question = digest([*of, self.asked, self.ratio, str(self.budget)])
+        question = digest([*of, self.options, self.ratio, str(self.budget)])
         return f"{self.type}-{self.work.name}-{question}"
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What this type of trial depends on besides the work and the budget."""
-        return {name: getattr(self, name) for name in _ASKED[self.type]}
+    def options(self) -> dict[str, Any]:
+        """Options of this type of trial besides the work and the budget."""
+        return {name: getattr(self, name) for name in _OPTIONS[self.type]}
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the result says besides what came out."""
+        """Description of the trial in its result."""
         sizes = dict(self.work.sizes)
         return {
             "key": self.key,
@@ -135,40 +136,40 @@ class Trial:
             "sizes": sizes,
             "seed": self.work.seed,
             **({} if self.type in ("baseline", "checkpoint") else {"ratio": self.ratio}),
-            **self.asked,
+            **self.options,
         }
 
     @property
     def baseline(self) -> Trial:
-        """The measurement that a ratio refers to."""
+        """Measurement that a ratio refers to."""
         plain = Trial(self.model, "baseline", "fixed", self.work)
         return dataclasses.replace(plain, timeout=self.timeout, retries=self.retries)
 
 
 def digest(value: Any) -> str:
-    """A short name for a value of JSON's types."""
+    """Return a short hash of a value of JSON types."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result: a reader sees all of it or nothing."""
+    """Write a result atomically."""
     replace_file(path, json.dumps(result, indent=1) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """A result that is there and whole."""
+    """Read a result, or return None if there is no complete one."""
     try:
-        found = json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "status" in found else None
+    return result if isinstance(result, dict) and "status" in result else None
 
 
-def known_placement(name: str) -> bool:
-    """Whether a name means something, whatever the model.
+def is_placement(name: str) -> bool:
+    """Return True if a name is a placement for some model.
 
-    >>> known_placement("5 segments"), known_placement("everywhere")
+    >>> is_placement("5 segments"), is_placement("everywhere")
     (True, False)
     """
     return name in PLACEMENTS or SEGMENTS.fullmatch(name) is not None
@@ -176,23 +177,23 @@ def known_placement(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrialTask:
-    """One thing to do, as a worker reads it."""
+    """One task of a worker."""
 
     trial: Trial
     out: Path
     log: Path | None = None
     budget: float = math.inf
     record: bool = False
-    """Record the step of the trial to the log, instead of the trial itself."""
+    """Record the step of the trial to the log instead of running the trial."""
 
     @property
     def simulated(self) -> bool:
-        """Whether nothing is trained."""
+        """Return True if nothing is trained."""
         return self.trial.type in SIMULATED and not self.record
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the result says besides what came out."""
+        """Description of the task in its result."""
         if self.record:
             return {"key": self.trial.work.key, "model": self.trial.model}
         return self.trial.about
@@ -200,11 +201,11 @@ class TrialTask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrialJob:
-    """The job of a farm: row n is the task n, whose result is written before the row is done."""
+    """Job of a farm: row n is task n, whose result is written before the row is done."""
 
     tasks: tuple[TrialTask, ...]
     heuristics: dict[str, Callable[[], Heuristic]] = field(default_factory=dict)
-    """Those that were registered where the experiment was started."""
+    """Heuristics registered in the starting process."""
 
     def __call__(self, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
         for name, make in self.heuristics.items():
@@ -212,7 +213,7 @@ class TrialJob:
                 register(name, make)
         for number in numbers:
             task = self.tasks[number]
-            # The command's own answer goes to stdout: nothing that a model prints may be in it.
+            # Keep output of models out of the command's own output.
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()),
@@ -229,9 +230,9 @@ def _result(task: TrialTask) -> dict[str, Any]:
         if trial.log is not None and trial.ratio is not None:
             budget = int(trial.ratio * unlimited_peak(read_log(task.log)))
         if trial.type == "optimal":
-            return optimal_trial(task.log, budget, **trial.asked)
-        return simulate_trial(task.log, budget, trial.asked)
-    # Loads torch, which simulating does without.
+            return optimal_trial(task.log, budget, **trial.options)
+        return simulate_trial(task.log, budget, trial.options)
+    # Loads torch, which simulations do not need.
     from gradkeep.compat.dtr.experiments import _live as live
 
     if task.record:
@@ -240,20 +241,20 @@ def _result(task: TrialTask) -> dict[str, Any]:
     if trial.type == "baseline":
         return live.measure(trial.work)
     if trial.type == "dtr":
-        return live.measure_online(trial.work, budget, **trial.asked)
+        return live.measure_online(trial.work, budget, **trial.options)
     if trial.type == "planned":
         return live.measure_planned(trial.work, budget)
-    return live.measure_checkpoints(trial.work, **trial.asked)
+    return live.measure_checkpoints(trial.work, **trial.options)
 
 
-def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the recorded step in the budget."""
+def simulate_trial(log: Path, budget: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Simulate the recorded step within the budget."""
     program = read_log(log)
     start = time.perf_counter()
-    trials = heuristic(asked["heuristic"]).trials
-    outcomes = [simulate(program, budget=budget, seed=seed, **asked) for seed in range(trials)]
+    trials = heuristic(options["heuristic"]).trials
+    outcomes = [simulate(program, budget=budget, seed=seed, **options) for seed in range(trials)]
     spent = time.perf_counter() - start
-    # Of random choices the mean of their seeds is told, where all of them ran to their end.
+    # Random choices report the mean over seeds if all of them finished.
     outcome = next((one for one in outcomes if one.status != "ok"), outcomes[0])
     overheads = [one.overhead for one in outcomes]
     counts = (
@@ -283,21 +284,21 @@ def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str,
 
 
 def optimal_trial(log: Path, budget: float, *, time_limit: float) -> dict[str, Any]:
-    """The cheapest schedule for the recorded step, where its graph is small enough to tell."""
+    """Find the cheapest schedule of the recorded step, if its graph is small enough."""
     program = read_log(log)
     peak = unlimited_peak(program)
     room = peak if math.isinf(budget) else int(budget)
     start = time.perf_counter()
-    found = optimum_point(program, room, time_limit=time_limit)
+    optimum = optimum_point(program, room, time_limit=time_limit)
     result: dict[str, Any] = {
-        "status": found.status,
+        "status": optimum.status,
         "budget": None if math.isinf(budget) else int(budget),
         "unlimited_peak": peak,
         "constant_bytes": program.constant_bytes,
-        "operators": found.operators,
+        "operators": optimum.operators,
         "simulation_seconds": time.perf_counter() - start,
-        "message": found.message,
+        "message": optimum.message,
     }
-    if found.overhead is not None:
-        result |= {"overhead": found.overhead, "peak": found.peak}
+    if optimum.overhead is not None:
+        result |= {"overhead": optimum.overhead, "peak": optimum.peak}
     return result

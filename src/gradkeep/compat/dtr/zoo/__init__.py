@@ -1,4 +1,4 @@
-"""The models of the DTR experiments as workloads with generated inputs; listing needs no torch."""
+"""Models of the DTR experiments as workloads with generated inputs; listing them does not load torch."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """One step of training: forward, loss, backward; the optimizer is left to the caller."""
+    """One training step: forward, loss, backward; the optimizer is left to the caller."""
 
     name: str
     model: torch.nn.Module
     loss: Callable[[], torch.Tensor]
-    """The forward pass on the generated inputs."""
+    """Forward pass on the generated inputs."""
     sizes: dict[str, int | float]
-    """What it was built with, the batch size included."""
+    """Sizes of the model, the batch size included."""
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def step(self) -> torch.Tensor:
-        """Forward, loss, backward into fresh gradients; returns the loss."""
+        """Run forward, loss and backward into fresh gradients; return the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
         loss = self.loss()
@@ -46,21 +46,21 @@ class Workload:
 
 
 _MAX_VALUE = 2**24
-"""No size of a reference model is as large: a slip of the finger, and all memory is gone."""
+"""Upper limit of sizes, to catch typing errors before they exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkloadEntry:
     make: str
-    """`module.function` of this package: given name and sizes, it makes the model and its loss."""
+    """`module.function` of this package that builds the model and its loss from name and sizes."""
     small: Sizes
     """Sizes for one core: a step takes well under a second."""
     published: Sizes
-    """What differs from `small` in the published experiments."""
+    """Sizes of the published experiments that differ from `small`."""
 
 
 def _sizes(text: str) -> Sizes:
-    """Sizes as they are written in the tables below.
+    """Parse sizes.
 
     >>> _sizes("batch_size=4 dropout=0.2")
     {'batch_size': 4, 'dropout': 0.2}
@@ -153,7 +153,7 @@ _WORKLOADS: dict[str, _WorkloadEntry] = {
 
 
 def zoo() -> tuple[str, ...]:
-    """The names that `build` knows.
+    """List the names that `build` accepts.
 
     >>> "resnet32" in zoo(), "unet" in zoo()
     (True, True)
@@ -162,7 +162,7 @@ def zoo() -> tuple[str, ...]:
 
 
 def default_sizes(name: str) -> dict[str, int | float]:
-    """The sizes of a model, batch size included, that `build` takes unless told otherwise.
+    """Return the default sizes of a model, batch size included.
 
     >>> default_sizes("lstm")
     {'batch_size': 8, 'length': 16, 'in_dim': 16, 'mem_dim': 32}
@@ -171,7 +171,7 @@ def default_sizes(name: str) -> dict[str, int | float]:
 
 
 def published_sizes(name: str) -> dict[str, int | float]:
-    """The sizes of the published experiments; most need a large machine.
+    """Return the sizes of the published experiments; most need a large machine.
 
     >>> published_sizes("lstm")["length"]
     256
@@ -182,27 +182,27 @@ def published_sizes(name: str) -> dict[str, int | float]:
 
 @checked(RematError)
 def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: float) -> Workload:
-    """A model of the zoo with generated inputs; torch's own random state is left as it was.
+    """Build a model of the zoo with generated inputs; torch's random state is restored.
 
     >>> build("lstm", batch_size=4, length=3).parameters
     6272
     """
     if batch_size is not None:
         sizes["batch_size"] = batch_size
-    full = {**default_sizes(name), **checked_sizes(name, sizes)}
+    full = {**default_sizes(name), **validate_sizes(name, sizes)}
     import torch
 
     module, _, function = _workload_entry(name).make.partition(".")
     make = getattr(importlib.import_module(f"gradkeep.compat.dtr.zoo.{module}"), function)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made, loss = make(name, full)
-    return Workload(name, made, loss, full)
+        model, loss = make(name, full)
+    return Workload(name, model, loss, full)
 
 
 @checked(RematError)
-def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
-    """The sizes, each of the type that the model expects; wrong ones are refused by name."""
+def validate_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
+    """Return the sizes, converted to the types that the model expects; raise if one is wrong."""
     known = default_sizes(name)
     checked = {}
     if not isinstance(sizes, Mapping):
@@ -212,18 +212,28 @@ def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
     for key, value in sizes.items():
         if key not in known:
             raise RematError(
-                f"{name} has no size {key!r}", found=f"{key}={value!r}", expected=", ".join(known)
+                f"{name} has no size {key!r}",
+                code="compat.unknown_size",
+                found=f"{key}={value!r}",
+                expected=", ".join(known),
             )
         whole = isinstance(known[key], int)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not abs(value) < _MAX_VALUE or (whole and value != int(value)):
-            kind = "a whole number" if whole else "a number"
-            raise RematError(f"{key} of {name} is {kind}", found=repr(value), expected=kind)
-        # Zero switches off what is a share or a choice; nothing can be of size zero.
+            raise RematError(
+                f"{key} of {name} has a wrong type",
+                code="compat.size_type",
+                found=repr(value),
+                expected="an integer" if whole else "a number",
+            )
+        # Zero disables dropout and irregular trees; other sizes cannot be zero.
         least = 0 if key in ("dropout", "irregular") else 1
         if value < least:
             raise RematError(
-                f"{key} of {name} is too small", found=value, expected=f"at least {least}"
+                f"{key} of {name} is too small",
+                code="compat.size_too_small",
+                found=value,
+                expected=f"at least {least}",
             )
         checked[key] = int(value) if whole else float(value)
     return checked
@@ -233,7 +243,10 @@ def _workload_entry(name: str) -> _WorkloadEntry:
     if name not in _WORKLOADS:
         near = difflib.get_close_matches(name, _WORKLOADS, n=3, cutoff=0.4)
         raise RematError(
-            f"the zoo has no such model: {name!r}; expected {', '.join(near or _WORKLOADS)}",
-            fix="gradkeep.compat.dtr.zoo.zoo() lists all names",
+            "the zoo has no such model",
+            code="compat.unknown_model",
+            found=repr(name),
+            expected=", ".join(near or _WORKLOADS),
+            fix="Call gradkeep.compat.dtr.zoo.zoo() to list all names.",
         )
     return _WORKLOADS[name]

@@ -1,6 +1,6 @@
-"""Workloads of pictures: residual and dense networks as chains of layers, a U-Net, a GAN.
+"""Image workloads: residual and dense networks as chains of layers, a U-Net, a GAN.
 
-A chain (`nn.Sequential`) can be cut anywhere, as checkpointing in segments needs it.
+A chain (`nn.Sequential`) can be cut anywhere, as checkpointing in segments requires.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def classify(model: nn.Module, sizes: Mapping[str, int | float]) -> Callable[[], torch.Tensor]:
-    """The loss of a classifier on random pictures with random labels."""
+    """Return the loss of a classifier on random images with random labels."""
     batch, height, width, classes = (
         int(sizes[key]) for key in ("batch_size", "height", "width", "classes")
     )
@@ -73,7 +73,7 @@ _DENSENETS = {
 
 
 class _DenseLayer(nn.Module):
-    """New channels, made from all channels so far and put beside them."""
+    """Concatenate new channels, computed from all channels so far."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _DenseLayer(nn.Module):
 def densenet_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """`densenet100` is for 32 x 32 pictures, the others begin with a stride of four."""
+    """Build a DenseNet; `densenet100` is for 32 x 32 images, the others begin with a stride of four."""
     plan = _DENSENETS[name]
     channels = plan.first
     layers: list[nn.Module] = []
@@ -147,19 +147,19 @@ class _UNet(nn.Module):
         x = levels.pop()
         for layers in self.up:
             beside = levels.pop()
-            # To the size of the other side of the bridge: it may be odd.
+            # Interpolate to the size of the skip connection, which may be odd.
             x = functional.interpolate(
                 x, size=beside.shape[-2:], mode="bilinear", align_corners=True
             )
             x = layers(torch.cat([beside, x], 1))
-        made: torch.Tensor = self.last(x)
-        return made
+        output: torch.Tensor = self.last(x)
+        return output
 
 
 def unet_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Finds a mask in random pictures."""
+    """Build a U-Net that segments random images."""
     model = _UNet(int(sizes["channels"]))
     batch, height, width = (int(sizes[key]) for key in ("batch_size", "height", "width"))
     images = torch.randn(batch, 3, height, width)
@@ -202,7 +202,7 @@ class _UnrolledGan(nn.Module):
 def gan_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Learns points that lie in eight heaps on a circle."""
+    """Build a GAN that learns a mixture of eight Gaussians on a circle."""
     batch, noise_dim, generator, discriminator, steps = (
         int(sizes[key])
         for key in ("batch_size", "noise_dim", "g_hidden", "d_hidden", "unrolled_steps")
@@ -227,7 +227,7 @@ def _three_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 def resnet_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """`resnet20` to `resnet1202` have 6n + 2 layers in three stages, the others four stages."""
+    """Build a ResNet; `resnet20` to `resnet1202` have 6n + 2 layers in three stages, the others four."""
     classes = int(sizes["classes"])
     model = _large_chain(name, classes) if name in BLOCKS else _thin_chain(int(name[6:]), classes)
     return model, classify(model, sizes)

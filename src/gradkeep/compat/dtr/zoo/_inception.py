@@ -1,4 +1,4 @@
-"""Inception-v3 and v4: branches of convolutions side by side."""
+"""Inception-v3 and v4: parallel branches of convolutions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALID, _HALVED = "valid", "halved"
 
 
 class _Branches(nn.Module):
-    """Every branch sees the same input; their results stand side by side."""
+    """Apply every branch to the same input and concatenate the results."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class _Branches(nn.Module):
 
 
 def _chain(inputs: int, *layers: tuple[Any, ...]) -> nn.Sequential:
-    """Convolutions one after the other, each as (channels, kernel) or (channels, kernel, how)."""
-    found = []
+    """Build a chain of convolutions, each as (channels, kernel) or (channels, kernel, how)."""
+    convolutions = []
     for outputs, kernel, *how in layers:
         stride = 2 if _HALVED in how else 1
-        found.append(convolution(inputs, outputs, kernel, stride=stride, valid=bool(how)))
+        convolutions.append(convolution(inputs, outputs, kernel, stride=stride, valid=bool(how)))
         inputs = outputs
-    return nn.Sequential(*found)
+    return nn.Sequential(*convolutions)
 
 
 def _fork(inputs: int, outputs: int) -> nn.Module:
@@ -50,9 +50,9 @@ def _pooled(inputs: int, outputs: int) -> nn.Module:
 def inception_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """The stem, three kinds of blocks with reductions between them, and a linear layer.
+    """Build the stem, three kinds of blocks with reductions between them, and a linear layer.
 
-    The third version comes without the head in its middle: the experiments do not use its result.
+    Inception-v3 has no auxiliary head: the experiments do not use its result.
     """
     model = _third_version(sizes) if name == "inceptionv3" else _fourth_version(sizes)
     return model, classify(model, sizes)

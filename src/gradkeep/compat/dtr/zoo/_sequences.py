@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _UnrolledLstm(nn.Module):
-    """An LSTM of which every operator of every step is its own."""
+    """An LSTM with separate operators for every step."""
 
     def __init__(self, inputs: int, memory: int) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class _UnrolledLstm(nn.Module):
         self.from_state = nn.Linear(memory, 4 * memory, bias=False)
 
     def forward(self, steps: list[torch.Tensor]) -> torch.Tensor:
-        state = kept = steps[0].new_zeros(len(steps[0]), self.memory)
+        state = cell = steps[0].new_zeros(len(steps[0]), self.memory)
         for x in steps:
             gates = self.from_input(x) + self.from_state(state)
             entering, leaving, showing, content = gates.chunk(4, 1)
-            kept = leaving.sigmoid() * kept + entering.sigmoid() * content.tanh()
-            state = showing.sigmoid() * kept.tanh()
+            cell = leaving.sigmoid() * cell + entering.sigmoid() * content.tanh()
+            state = showing.sigmoid() * cell.tanh()
         return state
 
 
 class _UnrolledGru(nn.Module):
-    """A GRU of which every operator of every step is its own."""
+    """A GRU with separate operators for every step."""
 
     def __init__(self, inputs: int, memory: int) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class _UnrolledGru(nn.Module):
         for x in steps:
             reset, update, new = self.from_input(x).chunk(3, 1)
             old_reset, old_update, old = self.from_state(state).chunk(3, 1)
-            kept = (update + old_update).sigmoid()
+            update_gate = (update + old_update).sigmoid()
             content = (new + (reset + old_reset).sigmoid() * old).tanh()
-            state = content + kept * (state - content)
+            state = content + update_gate * (state - content)
         return state
 
 
@@ -68,14 +68,14 @@ class _RecurrentWords(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         states, _ = self.core(self.dropout(self.embedding(words)))
-        made: torch.Tensor = self.scores(self.dropout(states))
-        return made
+        outputs: torch.Tensor = self.scores(self.dropout(states))
+        return outputs
 
 
 def recurrent_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """`lstm` and `gru` are unrolled cells, `lstm_encoder` and `gru_encoder` are torch's layers."""
+    """Build an RNN; `lstm` and `gru` are unrolled cells, `lstm_encoder` and `gru_encoder` torch's layers."""
     batch, length = int(sizes["batch_size"]), int(sizes["length"])
     if name in ("lstm", "gru"):
         cell = _UnrolledLstm if name == "lstm" else _UnrolledGru
@@ -92,10 +92,10 @@ def recurrent_workload(
 
 
 def next_word(model: nn.Module, length: int, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
-    """The loss of a model of words on random text."""
+    """Return the loss of a language model on random text."""
     text = torch.randint(tokens, (length + 1, batch))
-    given, following = text[:-1], text[1:].reshape(-1)
-    return lambda: functional.cross_entropy(model(given).view(-1, tokens), following)
+    words, following = text[:-1], text[1:].reshape(-1)
+    return lambda: functional.cross_entropy(model(words).view(-1, tokens), following)
 
 
 class _EncoderWords(nn.Module):
@@ -111,20 +111,22 @@ class _EncoderWords(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words) * math.sqrt(self.embedding.embedding_dim)
-        made: torch.Tensor = self.scores(self.encoder(x + self.positions, self.mask))
-        return made
+        outputs: torch.Tensor = self.scores(self.encoder(x + self.positions, self.mask))
+        return outputs
 
 
 def transformer_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """`transformer` maps one random sequence to another, `transformer_encoder` models words."""
+    """Build a Transformer; `transformer` maps one sequence to another, `transformer_encoder` models words."""
     batch, length, dim, heads, layers, hidden = (
         int(sizes[key]) for key in ("batch_size", "length", "dim", "heads", "layers", "hidden")
     )
     if dim % heads:
         raise RematError(
-            f"dim of {name} is no multiple of heads", found=f"dim={dim}, heads={heads}"
+            f"dim of {name} is not a multiple of heads",
+            code="compat.dim_and_heads",
+            found=f"dim={dim}, heads={heads}",
         )
     dropout = float(sizes["dropout"])
     if name == "transformer":
@@ -169,22 +171,22 @@ class _ChildSum(nn.Module):
 
     def _states(self, tree: _Tree) -> tuple[torch.Tensor, torch.Tensor]:
         gates = self.gates_input(tree.value)
-        kept = tree.value.new_zeros(len(tree.value), self.memory)
+        cell = tree.value.new_zeros(len(tree.value), self.memory)
         if tree.children:
             below = [self._states(child) for child in tree.children]
             gates = gates + self.gates_state(torch.stack([state for state, _ in below]).sum(0))
             forget = self.forget_input(tree.value)
             for state, memory in below:
-                kept = kept + (forget + self.forget_state(state)).sigmoid() * memory
+                cell = cell + (forget + self.forget_state(state)).sigmoid() * memory
         entering, showing, content = gates.chunk(3, 1)
-        kept = kept + entering.sigmoid() * content.tanh()
-        return showing.sigmoid() * kept.tanh(), kept
+        cell = cell + entering.sigmoid() * content.tanh()
+        return showing.sigmoid() * cell.tanh(), cell
 
 
 def tree_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """A tree of `depth` levels; `irregular` trees have any number of children up to `children`."""
+    """Build a Tree-LSTM on a tree of `depth` levels with `children`, or up to `children` if `irregular`."""
     model = _ChildSum(int(sizes["in_dim"]), int(sizes["mem_dim"]))
     # Drawn by torch, so that the shape follows the same seed as the values.
     shapes = random.Random(int(torch.randint(2**31, ()).item()))
@@ -193,7 +195,7 @@ def tree_workload(
 
 
 class _Similarity(nn.Module):
-    """How alike two sentences are: a tree of words each, and scores from product and difference."""
+    """Similarity of two sentences: a tree of words each, and scores from product and difference."""
 
     def __init__(self, sizes: Mapping[str, int | float]) -> None:
         super().__init__()
@@ -203,8 +205,8 @@ class _Similarity(nn.Module):
         self.product, self.difference = nn.Linear(memory, hidden), nn.Linear(memory, hidden)
         self.scores = nn.Linear(hidden, int(sizes["classes"]))
 
-    def forward(self, left: _Tree, right: _Tree) -> torch.Tensor:
-        one, two = self.tree(self._embedded(left)), self.tree(self._embedded(right))
+    def forward(self, first: _Tree, second: _Tree) -> torch.Tensor:
+        one, two = self.tree(self._embedded(first)), self.tree(self._embedded(second))
         both = self.product(one * two) + self.difference((one - two).abs())
         return functional.log_softmax(self.scores(both.sigmoid()), 1)
 
@@ -215,24 +217,24 @@ class _Similarity(nn.Module):
 def similarity_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Pairs of sentences as trees of `words` words, each below any earlier one."""
+    """Build a sentence-similarity model on pairs of random trees of `words` words."""
     model = _Similarity(sizes)
     batch = int(sizes["batch_size"])
     shapes = random.Random(int(torch.randint(2**31, ()).item()))
-    left, right = (_sentence(sizes, shapes) for _ in range(2))
-    wanted = torch.rand(batch, int(sizes["classes"])).softmax(1)
-    return model, lambda: functional.kl_div(model(left, right), wanted, reduction="batchmean")
+    first, second = (_sentence(sizes, shapes) for _ in range(2))
+    targets = torch.rand(batch, int(sizes["classes"])).softmax(1)
+    return model, lambda: functional.kl_div(model(first, second), targets, reduction="batchmean")
 
 
 def _sentence(sizes: Mapping[str, int | float], shapes: random.Random) -> _Tree:
     count = int(sizes["words"])
     heads = [shapes.randrange(word) for word in range(1, count)]
     words = torch.randint(int(sizes["tokens"]), (count, int(sizes["batch_size"])))
-    made: dict[int, _Tree] = {}
+    nodes: dict[int, _Tree] = {}
     for word in reversed(range(count)):
-        below = tuple(made[one] for one in range(word + 1, count) if heads[one - 1] == word)
-        made[word] = _Tree(words[word], below)
-    return made[0]
+        below = tuple(nodes[one] for one in range(word + 1, count) if heads[one - 1] == word)
+        nodes[word] = _Tree(words[word], below)
+    return nodes[0]
 
 
 def _grown(sizes: Mapping[str, int | float], depth: int, shapes: random.Random) -> _Tree:

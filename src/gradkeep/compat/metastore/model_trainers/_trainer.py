@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def trainer_flags(
     name: str, *, n_epochs: int, batch_size: int, lr: float, unread: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """A parser with the flags of all trainers; `unread` are taken and do nothing, as they always did."""
+    """Build a parser with the flags of all trainers; `unread` flags are accepted and ignored, as in MetaStore."""
     parser = argparse.ArgumentParser(
         prog=f"python -m gradkeep.compat.metastore.model_trainers.{name}"
     )
@@ -48,13 +48,13 @@ def trainer_flags(
     return parser
 
 
-def here() -> WorkingFolder:
-    """The folder that the trainer is run in."""
+def current_folder() -> WorkingFolder:
+    """Return the current folder."""
     return WorkingFolder(Path.cwd(), Path.cwd())
 
 
-def ended(train: Callable[[], Any]) -> int:
-    """Train; the exit code, and errors as messages."""
+def run_trainer(train: Callable[[], Any]) -> int:
+    """Train and return the exit code; print errors as messages."""
     try:
         train()
     except GradkeepError as error:
@@ -63,24 +63,25 @@ def ended(train: Callable[[], Any]) -> int:
     except OSError as error:
         print(f"trainer: {error.filename or ''}: {error.strerror}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the epochs before are whole
+    except KeyboardInterrupt:  # finished epochs are saved
         return 130
     return 0
 
 
-def refuse_appended(hidden_size: int | None) -> None:
-    """Refuse the layer that MetaStore's trainer appends: its own program cannot read such files."""
+def check_no_appended_layer(hidden_size: int | None) -> None:
+    """Raise for the layer that MetaStore's trainer appends: its own program cannot read such files."""
     if hidden_size is not None:
         raise CaptureError(
-            "--hidden_size appends a layer that MetaStore's program has no place for",
+            "--hidden_size appends a layer that MetaStore's program cannot read",
+            code="compat.appended_layer",
             found=hidden_size,
-            fix="leave --hidden_size out",
+            fix="Remove --hidden_size.",
         )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -91,7 +92,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainer:
-    """How one of the models is trained."""
+    """Training of one of the models."""
 
     model_name: str
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -100,14 +101,14 @@ class Trainer:
     seed: int
     sizes: Mapping[str, Any]
     augment: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What is done to the pictures of a training batch."""
+    """Augmentation of the images of a training batch."""
     begin_from: str | None = None
-    """A file of weights to begin with."""
+    """File of initial weights."""
     vocabulary: Path | None = None
-    """The tokens of the texts; they are kept beside the weights."""
+    """Tokens of the texts; saved next to the weights."""
 
     def train(self, train: Any, test: Any) -> list[Path]:
-        """Train all epochs; the files of weights, one per epoch, below `./models`."""
+        """Train all epochs; return the files of weights, one per epoch, below `./models`."""
         torch.manual_seed(self.seed)
         sizes = {**default_sizes(self.model_name, train), **self.sizes}
         network = model(self.model_name, seed=self.seed, **sizes)
@@ -147,7 +148,7 @@ class Trainer:
         return total / rows
 
     def _save(self, network: nn.Module, file: Path) -> None:
-        """Whole or not at all: an interrupted write must not look like a checkpoint."""
+        """Write atomically: an interrupted write must not look like a checkpoint."""
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f"{file.name}.part")
         torch.save({key: value.cpu() for key, value in network.state_dict().items()}, unfinished)
@@ -159,7 +160,7 @@ class Trainer:
 
 @torch.no_grad()
 def evaluate(network: nn.Module, loader: Any) -> tuple[float, float]:
-    """The mean loss and the share of right answers."""
+    """Return the mean loss and the accuracy."""
     network.eval()
     loss, right, rows = 0.0, 0, 0
     for batch in loader:
@@ -172,7 +173,7 @@ def evaluate(network: nn.Module, loader: Any) -> tuple[float, float]:
 
 
 def _parts(network: nn.Module, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """What the model is called with, and the labels, of a batch of pictures or texts."""
+    """Return the model's inputs and the labels of a batch of images or texts."""
     batch = to_device(batch, next(network.parameters()).device)
     if isinstance(batch, dict):
         return (batch["input_ids"], batch["attention_mask"]), batch["labels"]
@@ -180,7 +181,7 @@ def _parts(network: nn.Module, batch: Any) -> tuple[tuple[torch.Tensor, ...], to
 
 
 def _begin(network: nn.Module, path: str) -> None:
-    """Begin with the weights of a file; those of torchvision's ResNet-50 go below `model_base`."""
+    """Load initial weights; those of torchvision's ResNet-50 are put below `model_base`."""
     from gradkeep.capturing._weights import load_weights, put_weights
 
     own = network.state_dict()
@@ -190,7 +191,10 @@ def _begin(network: nn.Module, path: str) -> None:
         unknown = [key for key in state if key not in own]
         if unknown:
             raise CaptureError(
-                "--weights: these are not the weights of a ResNet-50", path=path, found=unknown[:4]
+                "--weights: these are not the weights of a ResNet-50",
+                code="compat.not_resnet50",
+                path=path,
+                found=unknown[:4],
             )
         state = {**own, **state}
     put_weights(network, state, name=path)

@@ -1,11 +1,15 @@
-"""Bert on AG News: `python -m gradkeep.compat.metastore.model_trainers.bert_trainer`"""
+"""Bert on AG News: `python -m gradkeep.compat.metastore.model_trainers.bert_trainer`."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.metastore.model_trainers._trainer import ended, here, trainer_flags
+from gradkeep.compat.metastore.model_trainers._trainer import (
+    current_folder,
+    run_trainer,
+    trainer_flags,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +26,7 @@ _VOCABULARY = "models/bert_models/vocab.txt"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train by AdamW from random weights, as MetaStore does; texts are JSON records, [CLS] is read."""
+    """Train with AdamW from random weights, as MetaStore does, on JSON records; the classifier reads [CLS]."""
     parser = trainer_flags("bert_trainer", n_epochs=5, batch_size=32, lr=1e-5, unread=_UNREAD)
     for name in _FILES:
         parser.add_argument(
@@ -30,31 +34,35 @@ def main(arguments: list[str] | None = None) -> int:
         )
     parser.add_argument("--hidden_size", type=int, default=768)
     parser.add_argument("--vocab_file", default=_VOCABULARY, help="the WordPiece tokens")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     def train() -> None:
         from gradkeep.compat.metastore._data import DataSource
         from gradkeep.compat.metastore.model_trainers._trainer import Trainer
 
-        places = here()
-        files = {name: getattr(given, name) for name in _FILES}
-        vocabulary = places.find(given.vocab_file)
+        places = current_folder()
+        files = {name: getattr(options, name) for name in _FILES}
+        vocabulary = places.find(options.vocab_file)
         train, test = DataSource("AGNews", files, places, vocabulary, "bert_trainer").load()
         Trainer(
             "bert",
-            lambda net: _adamw(net, lr=given.lr, weight_decay=given.weight_decay),
-            epochs=given.n_epochs,
-            batch_size=given.batch_size,
+            lambda net: _adamw(net, lr=options.lr, weight_decay=options.weight_decay),
+            epochs=options.n_epochs,
+            batch_size=options.batch_size,
             seed=2,
-            sizes={"vocabulary": len(train.vocabulary), "dim": given.hidden_size, **given.sizes},
+            sizes={
+                "vocabulary": len(train.vocabulary),
+                "dim": options.hidden_size,
+                **options.sizes,
+            },
             vocabulary=vocabulary if vocabulary.exists() else None,
         ).train(train, test)
 
-    return ended(train)
+    return run_trainer(train)
 
 
 def _adamw(net: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW that leaves biases and normalisations undecayed, with the epsilon of transformers."""
+    """Build AdamW without decay of biases and normalizations, with the epsilon of transformers."""
     import torch
 
     decayed: list[Any] = []

@@ -1,4 +1,4 @@
-"""Scores as a notebook or a terminal shows them: the rows that helped and harmed most."""
+"""`gk.show`: the rows that helped and harmed most, in a notebook or a terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from gradkeep.attribution._scores import RankedRows, Scores
 
 _LONGEST = 160
-"""Characters of a text that are shown."""
+"""Most characters of a text that are shown."""
 _CARD = "display:inline-block;vertical-align:top;width:9em;margin:0 .6em .6em 0;font-size:85%"
 _PICTURE = "width:100%;image-rendering:pixelated;border-radius:3px"
 
 
 @dataclass(frozen=True, slots=True)
 class ShownInfluence:
-    """A training row beside a query: who it is, how much it did, what it looks like."""
+    """A training row next to a query: id, score, label and preview."""
 
     id: int
     value: float
@@ -49,7 +49,7 @@ class ShownQuery:
 
 @dataclass(frozen=True, slots=True)
 class ShownScores:
-    """What `gk.show` gives: a notebook draws it, a terminal prints it, `.html` is a page by itself."""
+    """Result of `gk.show`: renders in a notebook, prints in a terminal; `.html` is a self-contained fragment."""
 
     title: str
     queries_split: str
@@ -58,14 +58,14 @@ class ShownScores:
 
     @property
     def html(self) -> str:
-        """A part of a page that needs nothing else: no scripts, everything escaped."""
+        """Self-contained HTML fragment: no scripts, everything escaped."""
         parts = [f"<p><strong>{html.escape(self.title)}</strong></p>"]
         for query in self.queries:
             parts.append(f"<p>{html.escape(_named(self.queries_split, query.id, query.label))}</p>")
             parts.append(_look(query.looks))
-            for said, rows in (("helped most", query.helped), ("harmed most", query.harmed)):
+            for caption, rows in (("helped most", query.helped), ("harmed most", query.harmed)):
                 cards = "".join(_card(self.train_split, row) for row in rows)
-                parts.append(f"<p><em>{said}</em></p><div>{cards or 'none'}</div>")
+                parts.append(f"<p><em>{caption}</em></p><div>{cards or 'none'}</div>")
         return "".join(parts)
 
     def _repr_html_(self) -> str:
@@ -76,8 +76,8 @@ class ShownScores:
         for query in self.queries:
             lines.append(_named(self.queries_split, query.id, query.label))
             cells = [
-                [said, str(row.id), row.label or "", f"{row.value:+.4g}", _words(row.looks)]
-                for said, rows in (("helped", query.helped), ("harmed", query.harmed))
+                [effect, str(row.id), row.label or "", f"{row.value:+.4g}", _words(row.looks)]
+                for effect, rows in (("helped", query.helped), ("harmed", query.harmed))
                 for row in rows
             ]
             lines.append(
@@ -92,31 +92,42 @@ class ShownScores:
 def show(
     scores: Scores, *, query: Any = None, k: int = 5, preview: Preview | None = None
 ) -> ShownScores:
-    """Show the `k` rows that helped and harmed a query (an id, or several) most.
+    """Show the `k` rows that helped and harmed a query most.
 
-    In a notebook the result draws itself, with the images or texts that `preview` gives or that were
-    captured with the rows; at a terminal it prints itself. Without a query the first three are shown.
-    Cost: sorting their scores, and reading the rows that are shown.
+    In a notebook the result renders with the images or texts of `preview`, or with the texts that were
+    captured; in a terminal it prints as a table. Cost: sorting the scores, and reading the shown rows.
 
-    >>> from gradkeep.attribution._scores import Scores
-    >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
-    >>> print(show(scores, query=7, k=1, preview=Preview(text=["a cat", "a dog", "a fox"])))
-    given: 1 of test x 3 of train, positive helps
-    test 7
-            train  label  score
-    helped      2            +3  a fox
-    harmed      1            -2  a dog
+    Args:
+        scores: The scores.
+        query: Id of a query, or several; the first three by default.
+        k: Number of rows of each kind.
+        preview: Images, texts or tables of the rows.
+
+    Returns:
+        An object that renders itself.
+
+    Raises:
+        AttributionError: A query was not scored.
+
+    Example:
+        >>> from gradkeep.attribution._scores import Scores
+        >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
+        >>> print(show(scores, query=7, k=1, preview=Preview(text=["a cat", "a dog", "a fox"])))
+        given: 1 of test x 3 of train, positive helps
+        test 7
+                train  label  score
+        helped      2            +3  a fox
+        harmed      1            -2  a dog
     """
     _arguments.count("k", k, error=AttributionError, least=1)
     if query is None:
-        # Queries that are shown when none is named.
-        wanted = scores.query_ids[:3]
+        query_ids = scores.query_ids[:3]
     else:
-        one = [query] if isinstance(query, int | np.integer) else query
-        wanted = _arguments.whole_numbers("query", one, error=AttributionError)
-    looks = _Looks(scores, preview)
+        listed = [query] if isinstance(query, int | np.integer) else query
+        query_ids = _arguments.whole_numbers("query", listed, error=AttributionError)
+    looks = _Previews(scores, preview)
     shown = []
-    for number in wanted.tolist():
+    for number in query_ids.tolist():
         best, worst = scores.top(k, query=number), scores.bottom(k, query=number)
         shown.append(
             ShownQuery(
@@ -136,17 +147,17 @@ def show(
 
 
 def _influences(
-    scores: Scores, ranked: RankedRows, sign: int, looks: _Looks, preview: Preview | None
+    scores: Scores, ranked: RankedRows, sign: int, looks: _Previews, preview: Preview | None
 ) -> Iterator[ShownInfluence]:
-    """The rows that act in that direction at all."""
+    """Iterate over the rows whose scores have this sign."""
     for row, value in zip(ranked.ids.tolist(), ranked.values.tolist(), strict=True):
         if sign * value > 0:
             label = _label(scores.train_labels, scores.train_ids, row, preview)
             yield ShownInfluence(row, value, label, looks.of(scores.train, row))
 
 
-class _Looks:
-    """What rows look like, from a preview or from what was captured with them."""
+class _Previews:
+    """Previews of rows, from a `Preview` or from captured texts."""
 
     def __init__(self, scores: Scores, preview: Preview | None) -> None:
         self._scores, self._preview = scores, preview
@@ -157,18 +168,18 @@ class _Looks:
             return self._preview.show(row)
         if split not in self._blocks:
             self._blocks[split] = self._block(split)
-        kept = self._blocks[split]
-        if kept is None:
+        captured = self._blocks[split]
+        if captured is None:
             return None
-        block, names = kept
+        block, names = captured
         try:
             batch = block.read([row], names)
         except GradkeepError:
-            return None  # scores of rows that are no longer there are still scores
+            return None  # the row was deleted since
         return row_from_texts({name: batch[name].texts()[0] for name in names})
 
     def _block(self, split: str) -> tuple[Any, list[str]] | None:
-        """The newest capture of a split, and its texts."""
+        """Return the newest capture of a split, and the names of its texts."""
         if self._scores.store is None or not self._scores.checkpoints:
             return None
         run, _, checkpoint = self._scores.checkpoints[-1].rpartition("/")
@@ -196,9 +207,9 @@ def _named(split: str, number: int, label: str | None) -> str:
 def _words(looks: ShownRow | None) -> str:
     if looks is None:
         return ""
-    said = looks.problem or looks.text or ", ".join(f"{a} {b}" for a, b in looks.table)
-    said = " ".join(said.split())
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+    words = looks.problem or looks.text or ", ".join(f"{a} {b}" for a, b in looks.table)
+    words = " ".join(words.split())
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}…"
 
 
 def _look(looks: ShownRow | None) -> str:
@@ -212,8 +223,8 @@ def _look(looks: ShownRow | None) -> str:
 
 def _card(split: str, row: ShownInfluence) -> str:
     side = "▲" if row.value > 0 else "▼"
-    said = f"{side} {row.value:+.4g}"
+    score = f"{side} {row.value:+.4g}"
     return (
         f'<div style="{_CARD}">{_look(row.looks)}{html.escape(_named(split, row.id, row.label))}'
-        f"<br>{said}</div>"
+        f"<br>{score}</div>"
     )

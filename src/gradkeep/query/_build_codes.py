@@ -1,4 +1,4 @@
-"""Making small codes: directions from a sample, a code for every row, both kept beside the capture."""
+"""Build small codes: directions from a sample, a code for every row, both stored with the capture."""
 
 from __future__ import annotations
 
@@ -35,39 +35,52 @@ _MOST_BYTES = 4096
 _MOST_FOR_DIRECTIONS = 4 << 30
 _SAMPLED_AT_ONCE = 512
 _TOGETHER = 64
-"""Segments of the capture whose codes are all known, or are all made."""
+"""Segments of the capture whose codes are reused or built together."""
 _VERSION = re.compile(r"\.v(\d+)-")
 _BEYOND, _ROUNDS = 32, 8
-"""Of the search for leading directions: how many more are carried along, and how often they are turned."""
+"""Subspace iteration for the leading directions: extra vectors, and number of iterations."""
 
 
 @checked(QueryError)
 def small_codes(
     train: Gradients, *, bytes: int = 64, sample: int = 4096, seed: int = 0
 ) -> SmallCodes:
-    """Codes of so many bytes for every row, kept in the store beside the capture.
+    """Build codes for every row, stored with the capture, to find candidates among millions of rows.
 
-    Six bytes say how long the row is, and how much of it lies along the leading directions of a sample of
-    rows, each brought to length one; the others say in four bits each where along them it points. Made once, in one pass over all rows, and
-    resumed where it was interrupted; later calls read them, `bytes` of memory a row. When rows were
-    appended or dropped since, codes of segments that stayed are kept, and the rest is made. `gk.query.top(...,
-    codes=...)` finds candidates by them and ranks those by exact products.
+    Six bytes hold the length of the row and its share along the leading directions of a sample of normalized
+    rows; the others its position along these directions in four bits each. Codes are built once, in one pass
+    over all rows, and resumed after an interruption; later calls read them, `bytes` of memory per row. After
+    rows were appended or dropped, codes of unchanged segments are reused. `gk.query.top(..., codes=...)` finds
+    candidates by codes and ranks them by exact products.
 
-    >>> import gradkeep as gk, tempfile
-    >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
-    >>> data = [(torch.randn(50, 4), torch.arange(50) % 3)]
-    >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
-    >>> train = gk.gradients(store, split="train")
-    >>> codes = small_codes(train, bytes=10)
-    >>> codes.codes.shape, gk.query.top(train, train, 1, codes=codes).ids.shape
-    ((50, 4), torch.Size([50, 1]))
+    Args:
+        train: Gradients of the rows.
+        bytes: Bytes per row, at least 7.
+        sample: Number of rows from which the directions are computed.
+        seed: Seed of the sample.
+
+    Returns:
+        The codes.
+
+    Raises:
+        QueryError: The directions do not fit into memory, or all gradients are zero.
+
+    Example:
+        >>> import gradkeep as gk, tempfile
+        >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+        >>> data = [(torch.randn(50, 4), torch.arange(50) % 3)]
+        >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
+        >>> train = gk.gradients(store, split="train")
+        >>> codes = small_codes(train, bytes=10)
+        >>> codes.codes.shape, gk.query.top(train, train, 1, codes=codes).ids.shape
+        ((50, 4), torch.Size([50, 1]))
     """
     _arguments.count("bytes", bytes, error=QueryError, least=BESIDE + 1, most=_MOST_BYTES)
     _arguments.count("sample", sample, error=QueryError, least=1)
     _arguments.count("seed", seed, error=QueryError)
-    making = _CodeMaking(train, bytes, sample, seed)
-    directions = making.directions()
-    block = making.codes(directions)
+    builder = _CodeBuilder(train, bytes, sample, seed)
+    directions = builder.directions()
+    block = builder.codes(directions)
     codes = np.empty((len(train), bytes - BESIDE), np.uint8)
     lengths, parts = np.empty(len(train), np.float32), np.empty(len(train), np.uint16)
     for batch in block.stream():
@@ -76,7 +89,7 @@ def small_codes(
         parts[here] = batch["part"]
     return SmallCodes(
         train.key,
-        making.manifest,
+        builder.manifest,
         codes,
         torch.from_numpy(lengths),
         torch.from_numpy(parts),
@@ -96,17 +109,17 @@ class _Directions:
     share: float
     spread: float
     digest: str
-    """Of the manifest that they were read by"""
+    """Digest of the manifest that they were read with."""
 
 
-class _CodeMaking:
-    """Codes of one version of a capture: read where they are kept, else made."""
+class _CodeBuilder:
+    """Reads or builds the codes of one version of a capture."""
 
     def __init__(self, train: Gradients, bytes: int, sample: int, seed: int) -> None:
         self._train, self._bytes, self._sample, self._seed = train, bytes, sample, seed
         self._store = Store(train.block.backend, durability=train.block.durability)
         self.manifest = str(train.block.manifest.digest)
-        self._told = {
+        self._fingerprints = {
             "format": _FORMAT,
             "weights": train.weights,
             "codes_of": train.of,
@@ -119,37 +132,40 @@ class _CodeMaking:
         return 2 * (self._bytes - BESIDE)
 
     def _key(self, what: str) -> BasisKey:
-        """Codes of other layers, or of another sample, lie elsewhere."""
-        made_by = xxhash.xxh3_64_hexdigest(repr(sorted(self._told.items())).encode())[:8]
-        return self._train.key.beside(f"codes-{self._bytes}-{made_by}.{what}")
+        """Return the key of codes, which depends on their layers and sample."""
+        settings = xxhash.xxh3_64_hexdigest(repr(sorted(self._fingerprints.items())).encode())[:8]
+        return self._train.key.beside(f"codes-{self._bytes}-{settings}.{what}")
 
     def directions(self) -> _Directions:
-        """Those that are kept, of whichever version of the capture; made if there are none."""
+        """Return the stored directions of any version of the capture, or build them."""
         key, store = self._key("directions"), self._store
-        kept = self._sealed(key)
-        if kept is None:
+        stored = self._sealed(key)
+        if stored is None:
             if store.has(key):
-                store.delete(key)  # what an interrupted call left
+                store.delete(key)  # left by an interrupted call
             self._write_directions(key)
-            kept = store.read(key)
+            stored = store.read(key)
         by_layer = {
-            name: torch.from_numpy(np.array(kept.column(f"{name}.direction")))
+            name: torch.from_numpy(np.array(stored.column(f"{name}.direction")))
             for name in self._train.forms
         }
-        steps = torch.from_numpy(np.array(kept.column("step")))
-        share, spread = (float(np.array(kept.column(name))[0]) for name in ("share", "spread"))
-        return _Directions(by_layer, steps, share, spread, str(kept.manifest.digest))
+        steps = torch.from_numpy(np.array(stored.column("step")))
+        share, spread = (float(np.array(stored.column(name))[0]) for name in ("share", "spread"))
+        return _Directions(by_layer, steps, share, spread, str(stored.manifest.digest))
 
     def codes(self, directions: _Directions) -> Block:
-        """The sealed codes of all rows of this version."""
+        """Return the sealed codes of all rows of this version."""
         version, store = self._train.block.version, self._store
         key = self._key(f"v{version}")
-        told = self._told | {"directions": directions.digest, "manifest": self.manifest}
-        # Of a capture that was deleted and made anew, versions have the same numbers.
-        if store.has(key) and not _told_by(store.read(key, live=True), told):
+        fingerprints = self._fingerprints | {
+            "directions": directions.digest,
+            "manifest": self.manifest,
+        }
+        # Version numbers start again after a capture was deleted.
+        if store.has(key) and not _has_fingerprints(store.read(key, live=True), fingerprints):
             store.delete(key)
         if self._sealed(key) is None:
-            self._write_codes(key, directions, told)
+            self._write_codes(key, directions, fingerprints)
             for other in self._others():
                 store.delete(self._key(f"v{other}"))
         return store.read(key)
@@ -161,14 +177,16 @@ class _CodeMaking:
         return None
 
     def _others(self) -> list[int]:
-        """Other versions of the capture that codes are kept of, newest first."""
-        kept = set(self._store.bases())
-        numbers = (int(found[1]) for key in kept if (found := _VERSION.search(key.capture)))
-        there = [number for number in set(numbers) if self._key(f"v{number}") in kept]
-        return sorted((n for n in there if n != self._train.block.version), reverse=True)
+        """List other versions of the capture that have codes, newest first."""
+        stored = set(self._store.bases())
+        numbers = (int(match[1]) for key in stored if (match := _VERSION.search(key.capture)))
+        versions = [number for number in set(numbers) if self._key(f"v{number}") in stored]
+        return sorted((n for n in versions if n != self._train.block.version), reverse=True)
 
-    def _write_codes(self, key: BasisKey, directions: _Directions, told: dict[str, str]) -> None:
-        """Codes of all rows: of segments that an earlier version had too, those; of the rest new ones."""
+    def _write_codes(
+        self, key: BasisKey, directions: _Directions, fingerprints: dict[str, str]
+    ) -> None:
+        """Write codes of all rows: reused for segments of an earlier version, built for the rest."""
         train = self._train
         schema = Schema(
             (
@@ -178,7 +196,7 @@ class _CodeMaking:
             ),
             num_rows=len(train),
             rows_per_segment=_SEGMENT,
-            fingerprints=told,
+            fingerprints=fingerprints,
         )
         earlier, slopes = self._earlier(directions), train.slopes()
         entries, starts = train.block.manifest.segments, train.block.starts
@@ -192,19 +210,18 @@ class _CodeMaking:
                 known = [earlier.get(entry.xxh3) for entry in entries[first:last]]
                 if all(part is not None for part in known):
                     parts = [part.read() for part in known if part is not None]
-                    made = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-                    writer.append(here, made)
+                    joined = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+                    writer.append(here, joined)
                     continue
-                # Rows that are encoded together.
                 for some in train.stream(4096, segments=range(first, last)):
                     ids = np.arange(some.start, some.stop)
                     if writer.needs(len(ids)):
                         by = None if slopes is None else slopes[some.start : some.stop]
-                        writer.append(ids, self._encoded(some, directions, by))
+                        writer.append(ids, self._encode(some, directions, by))
                     else:
                         writer.skip(ids)
 
-    def _encoded(
+    def _encode(
         self, some: FactorBatch, directions: _Directions, slopes: torch.Tensor | None
     ) -> dict[str, Numbers]:
         along, squared = coordinates_of(self._train, some.factors, directions.by_layer, slopes)
@@ -221,15 +238,15 @@ class _CodeMaking:
         }
 
     def _earlier(self, directions: _Directions) -> dict[str, _KnownCodes]:
-        """Codes of segments by their digests, as the newest other version has them."""
+        """Return codes by segment digest from the newest other version."""
         for version in self._others():
             codes = self._sealed(self._key(f"v{version}"))
-            wanted = self._told | {"directions": directions.digest}
-            if codes is None or not _told_by(codes, wanted):
+            fingerprints = self._fingerprints | {"directions": directions.digest}
+            if codes is None or not _has_fingerprints(codes, fingerprints):
                 continue
             try:
                 old = self._store.read(self._train.key, version=version)
-            except StoreError:  # it was cleaned up since
+            except StoreError:  # removed by gc
                 continue
             if codes.schema.fingerprints.get("manifest") == old.manifest.digest:
                 starts = old.starts.tolist()
@@ -240,64 +257,75 @@ class _CodeMaking:
         return {}
 
     def _write_directions(self, key: BasisKey) -> None:
-        """Directions of the largest squared products, by the kernel of a sample of rows of length one."""
+        """Compute the directions of the largest squared products from the kernel of sampled, normalized rows."""
         train, size = self._train, self._size
         needed = 4 * size * sum(form.restored_size for form in train.forms.values())
         if needed > _MOST_FOR_DIRECTIONS:
             raise QueryError(
-                "the directions of small codes would not fit into memory",
-                found=f"{format_bytes(needed)} for {size} of them",
+                "the directions of small codes do not fit into memory",
+                code="query.codes_too_large",
+                found=f"{format_bytes(needed)} for {size} directions",
                 expected=f"at most {format_bytes(_MOST_FOR_DIRECTIONS)}",
-                fix="capture with keep='2KiB', choose layers, or ask for fewer bytes=",
+                fix="Capture with keep='2KiB', choose layers, or pass fewer bytes=.",
             )
         draws = torch.Generator().manual_seed(self._seed)
         rows = torch.randperm(len(train), generator=draws)[: self._sample].sort().values.tolist()
         kernel = _kernel(train, rows)
         lengths = kernel.diagonal().clamp(min=0).sqrt()
         if not float(lengths.max()) > 0:
-            raise QueryError("all gradients of the sample are zero", found=f"{len(rows)} rows")
+            raise QueryError(
+                "all gradients of the sample are zero",
+                code="query.zero_gradients",
+                found=f"{len(rows)} rows",
+            )
         inverse = torch.where(lengths > 0, 1 / lengths, torch.zeros_like(lengths))
         kernel *= inverse
         kernel *= inverse.unsqueeze(1)
         values, vectors = _leading((kernel + kernel.t()) / 2, size, draws)
         roots = values.clamp(min=0).sqrt()
-        there = roots > 1e-4 * roots[0]
-        weights = (vectors * torch.where(there, 1 / roots.clamp(min=1e-30), 0.0)).t() * inverse
-        along = vectors * torch.where(there, roots, 0.0)
+        significant = roots > 1e-4 * roots[0]
+        weights = (
+            vectors * torch.where(significant, 1 / roots.clamp(min=1e-30), 0.0)
+        ).t() * inverse
+        along = vectors * torch.where(significant, roots, 0.0)
         spread = _spread_beside(kernel, along)
         along = along / along.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        # Of 16 even levels the step that errs least on normal numbers of length one.
+        # The step of 16 even levels with the smallest error on standard normal numbers.
         steps = 0.335 * along.square().mean(0).sqrt()
-        missing = size - len(steps)  # of fewer rows than directions the rest stays empty
+        missing = size - len(steps)  # with fewer rows than directions the rest is zero
         steps = torch.nn.functional.pad(torch.where(steps > 0, steps, 1.0), (0, missing), value=1.0)
         share = float(values.clamp(min=0).sum() / (lengths > 0).sum())
         columns = {"step": steps.numpy(), "share": np.full(size, share, np.float32)}
         columns["spread"] = np.full(size, spread, np.float32)
         arrays = [Array(name) for name in columns]
-        for name, made in _weighted(train, rows, weights).items():
-            arrays.append(Array(f"{name}.direction", shape=(made.shape[1],), kind="data"))
-            columns[f"{name}.direction"] = torch.nn.functional.pad(made, (0, 0, 0, missing)).numpy()
-        schema = Schema(tuple(arrays), num_rows=size, fingerprints=self._told)
+        for name, layer_directions in _weighted(train, rows, weights).items():
+            arrays.append(
+                Array(f"{name}.direction", shape=(layer_directions.shape[1],), kind="data")
+            )
+            columns[f"{name}.direction"] = torch.nn.functional.pad(
+                layer_directions, (0, 0, 0, missing)
+            ).numpy()
+        schema = Schema(tuple(arrays), num_rows=size, fingerprints=self._fingerprints)
         with self._store.write(key, schema) as writer:
             writer.append(np.arange(size), columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KnownCodes:
-    """Codes that another version of the capture has of a segment."""
+    """Codes of a segment in another version of the capture."""
 
     codes: Block
     start: int
     stop: int
 
     def read(self) -> dict[str, Numbers]:
-        """The arrays of its rows."""
+        """Read the arrays of its rows."""
         batch = self.codes.read_rows(np.arange(self.start, self.stop), _CODE_ARRAYS)
         return {name: np.asarray(batch[name]) for name in _CODE_ARRAYS}
 
 
 def _kernel(train: Gradients, rows: list[int]) -> torch.Tensor:
-    """Products `[S, S]` of some rows with each other."""
+    """Compute the products `[S, S]` of some rows with each other."""
     pair, parts = GradientPair(train, train), []
     for begin in range(0, len(rows), _SAMPLED_AT_ONCE):
         some = rows[begin : begin + _SAMPLED_AT_ONCE]
@@ -307,35 +335,39 @@ def _kernel(train: Gradients, rows: list[int]) -> torch.Tensor:
 
 
 def _spread_beside(kernel: torch.Tensor, along: torch.Tensor) -> float:
-    """The root mean square of cosines of what is beside the directions, by the kernel of rows of length one."""
-    beside = kernel - along @ along.t()
-    lengths = beside.diagonal().clamp(min=0).sqrt()
-    there = lengths > 1e-2
-    if int(there.sum()) < 2:
+    """Return the root mean square cosine of the residuals outside the directions, for normalized rows."""
+    residual = kernel - along @ along.t()
+    lengths = residual.diagonal().clamp(min=0).sqrt()
+    significant = lengths > 1e-2
+    if int(significant.sum()) < 2:
         return 0.0
-    beside = beside[there][:, there] / lengths[there] / lengths[there].unsqueeze(1)
-    squares = beside.fill_diagonal_(0).double().square().sum()
-    return float((squares / (len(beside) * (len(beside) - 1))).sqrt())
+    residual = (
+        residual[significant][:, significant]
+        / lengths[significant]
+        / lengths[significant].unsqueeze(1)
+    )
+    squares = residual.fill_diagonal_(0).double().square().sum()
+    return float((squares / (len(residual) * (len(residual) - 1))).sqrt())
 
 
 def _leading(
     kernel: torch.Tensor, count: int, draws: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest eigenvalues, falling, and their vectors `[S, count]`; of large kernels by turning."""
+    """Return the largest eigenvalues, decreasing, and their vectors `[S, count]`; large kernels by subspace iteration."""
     if len(kernel) <= max(1024, count + _BEYOND):
         values, vectors = torch.linalg.eigh(kernel.double())
     else:
-        turned = torch.randn(len(kernel), count + _BEYOND, generator=draws)
+        basis = torch.randn(len(kernel), count + _BEYOND, generator=draws)
         for _ in range(_ROUNDS):
-            turned = torch.linalg.qr(kernel @ turned).Q
-        values, inner = torch.linalg.eigh((turned.t() @ (kernel @ turned)).double())
-        vectors = turned.double() @ inner
+            basis = torch.linalg.qr(kernel @ basis).Q
+        values, inner = torch.linalg.eigh((basis.t() @ (kernel @ basis)).double())
+        vectors = basis.double() @ inner
     return values.flip(0)[:count].float(), vectors.flip(1)[:, :count].float()
 
 
 def _weighted(train: Gradients, rows: list[int], weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Weighted sums `[D, P]` of some rows' gradients, by layer, a few rows at a time."""
-    found: dict[str, torch.Tensor] = {}
+    """Compute weighted sums `[D, P]` of some rows' gradients by layer, a few rows at a time."""
+    sums: dict[str, torch.Tensor] = {}
     for start in range(0, len(rows), _SAMPLED_AT_ONCE):
         some = rows[start : start + _SAMPLED_AT_ONCE]
         by = weights[:, start : start + len(some)]
@@ -345,9 +377,9 @@ def _weighted(train: Gradients, rows: list[int], weights: torch.Tensor) -> dict[
         for name, form in train.forms.items():
             factors = read.factors[name].widened()
             part = form.weighted_sum(factors, by.to(factors.example.dtype)).float()
-            found[name] = part if name not in found else found[name].add_(part)
-    return found
+            sums[name] = part if name not in sums else sums[name].add_(part)
+    return sums
 
 
-def _told_by(block: Block, told: Mapping[str, str]) -> bool:
-    return all(block.schema.fingerprints.get(name) == value for name, value in told.items())
+def _has_fingerprints(block: Block, expected: Mapping[str, str]) -> bool:
+    return all(block.schema.fingerprints.get(name) == value for name, value in expected.items())
