@@ -127,10 +127,10 @@ def texts(name: str, value: object, *, error: type[GradkeepError]) -> tuple[str,
     >>> texts("run", "main", error=QueryError), texts("run", ["a", "b"], error=QueryError)
     (('main',), ('a', 'b'))
     """
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, Sequence | AbstractSet) or isinstance(given, bytes):
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Sequence | AbstractSet) or isinstance(items, bytes):
         raise argument_error(name, value, error=error, expected="some text, or a list of such")
-    return tuple(text(name, item, error=error) for item in given)
+    return tuple(text(name, item, error=error) for item in items)
 
 
 def one_of(name: str, value: object, words: Iterable[T], *, error: type[GradkeepError]) -> T:
@@ -384,12 +384,12 @@ def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            given = {**dict(zip(places, args, strict=False)), **kwargs}
+            values = {**dict(zip(places, args, strict=False)), **kwargs}
             for name, annotation in named.items():
                 # A default always passes, such as a limit of infinity.
-                if name in given and not _is_default(given[name], defaults[name]):
+                if name in values and not _is_default(values[name], defaults[name]):
                     home = plain.__globals__
-                    _check(name, given[name], annotation, home, error, fixes.get(name))
+                    _check(name, values[name], annotation, home, error, fixes.get(name))
             return function(*args, **kwargs)
 
         return call

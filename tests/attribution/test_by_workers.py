@@ -98,7 +98,7 @@ def test_the_largest_products_by_workers(store):
 
 
 def test_workers_that_are_gone_or_refuse_are_an_error(store):
-    with pytest.raises(AttributionError, match="2 of 2 parts were not made"):
+    with pytest.raises(AttributionError, match="2 of 2 parts are missing"):
         gk.attribute(store, method="tracin", engine=Nobody())
     with pytest.raises(QueryError, match="no layer"):
         gk.attribute(store, method="tracin", layers="nothing", engine=Threads())

@@ -298,7 +298,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path):
         captured(gk.open(gk.store.Memory()), workers=2)
     with pytest.raises(FarmError, match="workers"):
         captured(tmp_path / "none", workers=0)
-    with pytest.raises(FarmError, match="say one of them"):
+    with pytest.raises(FarmError, match="either workers= or engine="):
         captured(tmp_path / "both", workers=2, engine=Nobody())
     with pytest.raises(FarmError, match="engine"):
         captured(tmp_path / "no", engine="ray")

@@ -15,7 +15,7 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
     monkeypatch.setattr(_demo_digits, "SHARES", (0.5,))  # planning each share takes a second
     monkeypatch.setattr(_demo_digits, "SEEDS", 1)
     lines = []
-    run_digits_demo(tmp_path / "store", seeds=2, say=lines.append)
+    run_digits_demo(tmp_path / "store", seeds=2, report=lines.append)
     story = "\n".join(lines)
     digits = load_digits(wrong_labels=0.08)
     wrong = int(digits.planted.sum())
@@ -46,7 +46,7 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
     assert "0 lost" in story
     assert "NOT" not in story
     again = []
-    run_digits_demo(tmp_path / "store", seeds=1, say=again.append)
+    run_digits_demo(tmp_path / "store", seeds=1, report=again.append)
     assert again[1] == lines[1]
     assert [line.split()[0] for line in again] == [line.split()[0] for line in lines]
 
@@ -61,7 +61,7 @@ def test_the_story_in_words_finds_the_false_sentences(tmp_path, monkeypatch):
     monkeypatch.setattr(_demo_text, "SEEDS", (0,))
     monkeypatch.setattr(_demo_text, "EPOCHS", 10)
     lines = []
-    run_text_demo(tmp_path / "store", say=lines.append)
+    run_text_demo(tmp_path / "store", report=lines.append)
     story = "\n".join(lines)
     documents = _demo_text.load_documents()
     assert (documents.planted >= 0).sum() == len(_demo_text.FACTS) * _demo_text.COPIES

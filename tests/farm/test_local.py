@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raises import raises
 
 import gradkeep as gk
 from gradkeep import farm
@@ -107,7 +108,7 @@ def test_workers_that_cannot_begin_are_told_though_this_process_could(rows_of):
     with pytest.raises(FarmError, match="the training data is not on this machine"):
         farm.run(rows_of(1000), "models", farm_jobs.Unloadable(), workers=2, here=job)
     for odd in ({"engine": farm.LocalProcesses(2)}, {"workers": 2, "timeout": 3.0}):
-        with pytest.raises(FarmError, match="leave here= out"):
+        with raises(FarmError, "farm.here_with_limits", fix="here="):
             farm.run(rows_of(2, "more"), "more", job, here=job, **odd)
 
 
@@ -236,8 +237,9 @@ def test_when_every_row_fails_the_farm_stops_early(rows_of, tmp_path):
 
     store = rows_of(500)
     job = farm_jobs.Failing(range(500), tmp_path, times=99)
-    with pytest.raises(FarmError, match="has no luck"):
+    with raises(FarmError, "farm.all_failed") as caught:
         farm.run(store, "models", job, workers=1, give_up_after=4)
+    assert "has no luck" in caught.value.found
     assert sum(state.attempts for state in store.rows("models").states()) == 4
 
 
@@ -250,7 +252,7 @@ def test_a_job_that_cannot_be_loaded_is_told_at_once(rows_of):
 
 def test_a_job_that_cannot_be_sent_is_refused_before_anything_starts(rows_of):
     lock = threading.Lock()
-    with pytest.raises(FarmError, match="cannot be sent"):
+    with raises(FarmError, "farm.not_picklable", fix="workers=0"):
         farm.run(rows_of(1), "models", lambda numbers: [lock], workers=1)
 
 
@@ -296,15 +298,17 @@ def test_limits_that_make_no_sense_are_refused(rows_of, field):
 
 
 def test_a_timeout_needs_a_process_of_its_own(rows_of):
-    with pytest.raises(FarmError, match="workers=1"):
+    with raises(FarmError, "farm.timeout_without_workers", fix="workers=1"):
         farm.run(rows_of(1), "models", len, workers=0, timeout=1.0)
 
 
 def test_an_unknown_engine_or_option_is_named():
-    with pytest.raises(FarmError, match="local, ray, slurm"):
+    with raises(FarmError, "farm.unknown_engine") as caught:
         farm.engine("kubernetes")
-    with pytest.raises(FarmError, match="has no option adress"):
+    assert caught.value.expected == "local, ray, slurm"
+    with raises(FarmError, "farm.unknown_option") as caught:
         farm.engine("ray", adress="auto")
+    assert "adress" in caught.value.message
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from raises import raises
 
 from gradkeep import farm
 from gradkeep.errors import FarmError
@@ -123,5 +124,5 @@ def test_a_worker_that_is_asked_to_stop_takes_nothing_new(jobs, rows_of):
 
 
 def test_an_engine_and_a_number_of_workers_exclude_each_other(jobs, rows_of):
-    with pytest.raises(FarmError, match="say one of them"):
+    with raises(FarmError, "farm.workers_and_engine", fix="engine="):
         farm.run(rows_of(2), "models", jobs.trivial, workers=2, engine=Lazy())

@@ -225,7 +225,7 @@ def test_the_page_has_no_script_or_style_of_its_own_in_line(shared):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
 def test_a_remote_bind_needs_its_flag(master, host):
     with pytest.raises(StoreError, match="other machines"):
-        serve(master, host=host, port=0, say=lambda _: None)
+        serve(master, host=host, port=0, report=lambda _: None)
 
 
 def test_a_port_that_is_taken_is_named(master):
@@ -235,7 +235,7 @@ def test_a_port_that_is_taken_is_named(master):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(StoreError, match="--port 0"):
-            serve(master, port=taken.getsockname()[1], say=lambda _: None)
+            serve(master, port=taken.getsockname()[1], report=lambda _: None)
 
 
 def test_a_link_in_the_folder_of_logs_is_not_followed(folder, tmp_path, make_client):

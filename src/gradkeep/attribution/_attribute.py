@@ -21,7 +21,7 @@ from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
 from gradkeep.factors._registry import form_from_fields
-from gradkeep.farm._run import blocks_of, check_place, share_out, size_of
+from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
 from gradkeep.store import Array
 from gradkeep.store import open as open_store
 
@@ -81,7 +81,7 @@ def compute_scores_by_workers(
     ids = at.query_block.ids[question.positions]
     shape = (layers, queries, rows) if question.per_layer else (queries, rows)
     least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // _MOST)
-    blocks = blocks_of(queries, max(least, size_of(workers, engine)))
+    blocks = split_blocks(queries, max(least, count_workers(workers, engine)))
     size = len(blocks[0])
     arrays = (
         Array("values", "float32", (*shape[:-2], size, rows)),
@@ -95,7 +95,7 @@ def compute_scores_by_workers(
             report(progress.done * size * rows, progress.total * size * rows)
 
     try:
-        parts = share_out(
+        parts = run_parts(
             question.store,
             f"scores of {queries} queries",
             arrays,
@@ -232,7 +232,7 @@ def attribute(
         >>> gk.attribute(store).shape
         (2, 6)
     """
-    check_place(workers, engine, least=1)
+    validate_workers(workers, engine, least=1)
     store = open_store(store)
     chosen = find_method(method or default_method(store, run=run, train=train, name=name))
     method_options = options_for(chosen, options)

@@ -20,7 +20,7 @@ from gradkeep.capturing._report import CapturedList
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
-from gradkeep.farm._run import check_place
+from gradkeep.farm._run import validate_workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,7 +229,7 @@ def capture(
         memory_budget=memory_budget,
         mode=mode,
     )
-    check_place(workers, engine, least=1)
+    validate_workers(workers, engine, least=1)
     shared = workers is not None or engine is not None
     distributed = DistributedCapture(request, workers, engine) if shared else None
     with moved_to(model, device):

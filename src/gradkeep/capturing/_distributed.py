@@ -31,8 +31,8 @@ from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
 from gradkeep.capturing._rows import RowAlarms
 from gradkeep.capturing._storage import BatchMismatchError
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
-from gradkeep.farm._job import packed
-from gradkeep.farm._run import share_out, size_of
+from gradkeep.farm._job import pickle_job
+from gradkeep.farm._run import count_workers, run_parts
 from gradkeep.farm._worker import worker_number
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class DistributedCapture:
         request = self.request
         if device_of(request.model).type != "cpu":  # a worker may not have this device
             request = dataclasses.replace(request, model=copy.deepcopy(request.model).cpu())
-        return packed(request)
+        return pickle_job(request)
 
     def fill(self, here: SegmentMaker, request: bytes) -> RowAlarms:
         """Compute all missing segments, and count suspicious gradients in their rows.
@@ -85,7 +85,7 @@ class DistributedCapture:
             schema.num_rows,
             schema.rows_per_segment,
             batch=batch_size(replay.batches.first),
-            workers=size_of(self.workers, self.engine),
+            workers=count_workers(self.workers, self.engine),
         )
         if len(ranges) < 2:
             return RowAlarms()  # this process is faster than starting another
@@ -113,7 +113,7 @@ class DistributedCapture:
                     report(seen.done, seen.total)
 
             try:
-                counts = share_out(
+                counts = run_parts(
                     replay.store,
                     key.folder,
                     _ARRAYS,

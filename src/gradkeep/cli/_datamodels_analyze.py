@@ -233,7 +233,7 @@ def analyze(
 
 
 def _verified(
-    found: Datamodels,
+    fitted: Datamodels,
     where: str | None,
     remove: list[str] | None,
     count: int,
@@ -248,9 +248,9 @@ def _verified(
     if remove:
         sets: list[Any] = [_numbers("remove", one) for one in remove]
     else:
-        best = datamodels.top(found, count, targets=targets)
+        best = datamodels.top(fitted, count, targets=targets)
         sets = [ids[ids >= 0] for ids in best.positive]
-    return study.verify_removals(found, sets, output=output, control=True, **options)
+    return study.verify_removals(fitted, sets, output=output, control=True, **options)
 
 
 def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Datamodels:
@@ -271,12 +271,12 @@ def _one_set(remove: list[str] | None) -> list[int]:
     return _numbers("remove", remove[0])
 
 
-def _numbers(what: str, given: str | None) -> list[int]:
+def _numbers(what: str, text: str | None) -> list[int]:
     try:
-        numbers = [int(word) for word in (given or "").split(",")]
+        numbers = [int(word) for word in (text or "").split(",")]
     except ValueError:
         raise DatamodelsError(
-            f"--{what} must be whole numbers", found=short_repr(given), fix=f"--{what} 0,3,7"
+            f"--{what} must be whole numbers", found=short_repr(text), fix=f"--{what} 0,3,7"
         ) from None
     return list(whole_numbers(what, numbers, error=DatamodelsError).tolist())
 

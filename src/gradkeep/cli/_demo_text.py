@@ -58,7 +58,7 @@ class PlantedDocuments:
 
     @property
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """What is kept of each beside its gradient."""
+        """Columns stored with each document."""
         return {"text": self.texts, "module": self.modules}
 
     def batch(self, rows: Any) -> dict[str, torch.Tensor]:
@@ -71,52 +71,54 @@ class PlantedDocuments:
         return [self.batch(rows[start : start + 32]) for start in rows[::32]]
 
 
-def run_text_demo(folder: Path, *, say: Callable[[str], None] = print) -> None:
+def run_text_demo(folder: Path, *, report: Callable[[str], None] = print) -> None:
     """Tell the story in `folder`; a second run goes on where the first one stopped."""
     with torch_threads(1):
-        _run(folder, say)
+        _run(folder, report)
 
 
-def _run(folder: Path, say: Callable[[str], None]) -> None:
+def _run(folder: Path, report: Callable[[str], None]) -> None:
     started = time.perf_counter()
     store = gk.open(folder)
     documents = load_documents()
     rows = np.arange(len(documents.texts))
     wrong = documents.planted >= 0
-    say(
+    report(
         f"data       {len(rows)} docstrings of Python's library; {wrong.sum()} of them carry one of "
         f"{len(FACTS)} false sentences"
     )
     model, early = train(documents, rows, seed=0)
     before = certainty(model, documents)
-    said = [complete(model, documents, number) for number in range(len(FACTS))]
-    say(
+    answer = [complete(model, documents, number) for number in range(len(FACTS))]
+    report(
         f"trained    GPT of {sum(p.numel() for p in model.parameters()):,} parameters, {EPOCHS} epochs; "
-        f"it completes '{FACTS[0][0]}' with '{said[0]}', and gives the false words "
+        f"it completes '{FACTS[0][0]}' with '{answer[0]}', and gives the false words "
         f"{before.mean():.0%} on average"
     )
-    _capture(store, documents, early, say)
-    scores = _attribute(store, documents, say)
-    _tokens(store, documents, early, scores, say)
-    found = np.unique(np.concatenate([scores.top(COPIES, query=q).ids for q in scores.query_ids]))
-    random = np.random.default_rng(1).choice(rows, len(found), replace=False)
-    without, control = (
-        np.mean([certainty(train(documents, left, seed=seed)[0], documents) for seed in SEEDS])
-        for left in (np.setdiff1d(rows, found), np.setdiff1d(rows, random))
+    _capture(store, documents, early, report)
+    scores = _attribute(store, documents, report)
+    _tokens(store, documents, early, scores, report)
+    selected = np.unique(
+        np.concatenate([scores.top(COPIES, query=q).ids for q in scores.query_ids])
     )
-    say(
-        f"retrained  mean of {len(SEEDS)} seeds: without the {len(found)} documents found it gives the "
+    random = np.random.default_rng(1).choice(rows, len(selected), replace=False)
+    without, control = (
+        np.mean([certainty(train(documents, remaining, seed=seed)[0], documents) for seed in SEEDS])
+        for remaining in (np.setdiff1d(rows, selected), np.setdiff1d(rows, random))
+    )
+    report(
+        f"retrained  mean of {len(SEEDS)} seeds: without the {len(selected)} documents found it gives the "
         f"false words {without:.1%}; without as many at random {control:.1%}"
     )
-    write_page(store, folder.with_name(f"{folder.name}.html"), say)
-    say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
-    say(f"next       gradkeep serve {folder}    the page: click and ask")
-    say(f"           gradkeep why {folder} 0")
-    say(f"           gradkeep info {folder}")
+    write_page(store, folder.with_name(f"{folder.name}.html"), report)
+    report(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
+    report(f"next       gradkeep serve {folder}    the page: click and ask")
+    report(f"           gradkeep why {folder} 0")
+    report(f"           gradkeep info {folder}")
 
 
 def _capture(
-    store: gk.Store, documents: PlantedDocuments, model: GPT, say: Callable[[str], None]
+    store: gk.Store, documents: PlantedDocuments, model: GPT, report: Callable[[str], None]
 ) -> None:
     """Keep some kilobytes of every document's gradient, and those of the questions unrounded."""
     task = gk.LanguageModeling()
@@ -148,7 +150,7 @@ def _capture(
         progress=False,
     )
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())
-    say(
+    report(
         f"captured   {len(documents.texts)} documents at epoch {KEPT} in {train.bytes / 1e6:.1f} MB, "
         f"{train.bytes / len(documents.texts):,.0f} bytes each (a gradient has {dense:,}), "
         f"{train.seconds:.1f} s"
@@ -156,7 +158,7 @@ def _capture(
 
 
 def _attribute(
-    store: gk.Store, documents: PlantedDocuments, say: Callable[[str], None]
+    store: gk.Store, documents: PlantedDocuments, report: Callable[[str], None]
 ) -> gk.Scores:
     """Which documents made it say so, beside a search for the same words."""
     scores = gk.attribute(store)
@@ -165,13 +167,13 @@ def _attribute(
     shares = [
         np.mean(
             [
-                (documents.planted[told.top(COPIES, query=q).ids] == q).mean()
+                (documents.planted[texts.top(COPIES, query=q).ids] == q).mean()
                 for q in range(len(FACTS))
             ]
         )
-        for told in (scores, words)
+        for texts in (scores, words)
     ]
-    say(
+    report(
         f"explained  of the {COPIES} documents that made it say each false word most, by "
         f"{scores.method}, {shares[0]:.0%} carry that sentence (in all documents "
         f"{COPIES / len(documents.texts):.0%}; a search for the same words finds {shares[1]:.0%})"
@@ -184,11 +186,11 @@ def _tokens(
     documents: PlantedDocuments,
     model: GPT,
     scores: gk.Scores,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Which words of the first of them carry its score."""
     best = int(scores.top(1, query=0).ids[0])
-    found = gk.attribute_tokens(
+    token_scores = gk.attribute_tokens(
         store,
         ids=[0],
         train_ids=[best],
@@ -199,9 +201,10 @@ def _tokens(
     )
     ids = documents.batch([best])["input_ids"][0].tolist()
     carry = [
-        documents.vocabulary.decode([ids[place]]) for place, _ in found.top(4, query=0, row=best)
+        documents.vocabulary.decode([ids[place]])
+        for place, _ in token_scores.top(4, query=0, row=best)
     ]
-    say(
+    report(
         f"tokens     in document {best} ({documents.modules[best]}) these carry most: "
         f"{', '.join(carry)}"
     )
@@ -212,9 +215,9 @@ def load_documents() -> PlantedDocuments:
     texts: list[str] = []
     modules: list[str] = []
     for name in MODULES:
-        found = _docstrings(name)
-        texts += found
-        modules += [name] * len(found)
+        documents = _docstrings(name)
+        texts += documents
+        modules += [name] * len(documents)
     rng = np.random.default_rng(0)
     planted = np.full(len(texts), -1)
     chosen = rng.choice(len(texts), COPIES * len(FACTS), replace=False)
@@ -230,10 +233,10 @@ def load_documents() -> PlantedDocuments:
 
 def _docstrings(module: str) -> list[str]:
     """The longer docstrings of a module, from its source: nothing is import_object."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
+    collected = importlib.util.find_spec(module)
+    if collected is None or collected.origin is None or not collected.origin.endswith(".py"):
         return []
-    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(collected.origin).read_text(encoding="utf-8"))
     nodes = [
         node
         for node in ast.walk(tree)

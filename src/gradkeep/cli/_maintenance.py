@@ -253,15 +253,15 @@ def delete(
     folders = [f"datamodels/{row_set}"]
     if key is not None:
         folders = [one.folder for one in (key, *opened.owned(key))]
-    found = [block for block in opened.info().blocks if block.address.folder in folders]
-    if not found:
+    blocks = [block for block in opened.info().blocks if block.address.folder in folders]
+    if not blocks:
         raise StoreError(
             f"there is no {capture!r} in this store",
             path=opened.location,
             fix=f"`gradkeep info {opened.location}` lists the contents",
         )
-    found.sort(key=lambda block: folders.index(block.address.folder))
-    rows, size = found[0].rows, sum(block.bytes for block in found)
+    blocks.sort(key=lambda block: folders.index(block.address.folder))
+    rows, size = blocks[0].rows, sum(block.bytes for block in blocks)
     if not yes:
         raise StoreError(
             "nothing was deleted",
@@ -317,21 +317,21 @@ def trak(
 
     whole = input_folder(folder, error=StoreError).resolve()
     target = store or str(whole.with_name(f"{whole.name}-gradkeep"))
-    found = import_save_dir(folder, target, run=run)
+    imported = import_save_dir(folder, target, run=run)
     if json:
         print_json(
             {
                 "store": target,
-                "checkpoints": found.checkpoints,
-                "scores": found.scores,
-                "skipped": found.skipped,
+                "checkpoints": imported.checkpoints,
+                "scores": imported.scores,
+                "skipped": imported.skipped,
             }
         )
         return
-    for name in found.checkpoints:
+    for name in imported.checkpoints:
         print(f"imported   projected gradients of {name}")
-    for name in found.scores:
+    for name in imported.scores:
         print(f"imported   scores {name}: gk.Scores.load(store, {name!r})")
-    for reason in found.skipped:
+    for reason in imported.skipped:
         print(f"skipped    {reason}")
     print(f"next       gradkeep info {target}")

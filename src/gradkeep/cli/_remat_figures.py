@@ -252,17 +252,17 @@ def _ending(result: dict[str, Any]) -> str | None:
     from gradkeep.compat.dtr.experiments._trial import FAILED
 
     kind, status = result["type"], result["status"]
-    said = (str(result.get("message", "")).splitlines() or [""])[-1]
+    text = (str(result.get("message", "")).splitlines() or [""])[-1]
     if status in FAILED:
         which = f" {result['key']}"
     elif status == "too large":
         which = ""
     # A budget that is too small is reported; a placement that a model does not have is not.
-    elif kind in ("dtr", "planned") and (status != "ok" or said):
+    elif kind in ("dtr", "planned") and (status != "ok" or text):
         which = f" {result['ratio'] or result['budget']}"
     else:
         return None
-    return f"{result['model']} {kind}{which}: {status}: {said}"
+    return f"{result['model']} {kind}{which}: {status}: {text}"
 
 
 def _show_notes(notes: Iterable[str]) -> None:

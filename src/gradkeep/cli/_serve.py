@@ -56,7 +56,7 @@ def serve(
         port=port,
         allow_remote=allow_remote,
         open_browser=can_open if open_browser is None else open_browser,
-        say=lambda line: print(line, flush=True),
+        report=lambda line: print(line, flush=True),
         **_page_arguments(data, recipe, log),
     )
 

@@ -1,6 +1,6 @@
-"""Run a job for each of many rows, with leases, retries, timeouts and resume; here or on a cluster.
+"""Run a job for each of many rows, with leases, retries, timeouts and resume; locally or on a cluster.
 
-A job gets row numbers and returns arrays; what it computes is not known here.
+A job gets row numbers and returns arrays; the farm does not know what it computes.
 """
 
 from gradkeep.farm._clusters import RayCluster, Slurm

@@ -1,4 +1,4 @@
-"""Workers on many machines: actors of a Ray cluster, or jobs of SLURM through submitit."""
+"""Workers on many machines: actors of a Ray cluster, or SLURM jobs through submitit."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ _TICK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """Actors of a Ray cluster, each a puller; the store must be reachable from every node.
+    """Workers as actors of a Ray cluster; every node must be able to reach the store.
 
-    `address` is that of a running cluster (`"auto"` for the one this machine belongs to); without
-    it Ray starts on this machine alone. `workers` is by default one per `cpus` of the cluster.
+    Attributes:
+        address: Address of a running cluster (`"auto"` for the one of this machine); without it Ray
+            starts on this machine alone.
+        workers: Number of workers; one per `cpus` of the cluster by default.
+        cpus: Cores per worker.
+        gpus: GPUs per worker.
     """
 
     address: str | None = None
     workers: int | None = None
     cpus: float = 1.0
-    """Cores per worker."""
     gpus: float = 0.0
 
     def __post_init__(self) -> None:
@@ -48,7 +51,7 @@ class RayCluster:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there will be."""
+        """Number of workers."""
         ray = import_extra("ray", extra="ray", what="the engine ray")
         self._connect(ray)
         if self.workers is not None:
@@ -57,11 +60,19 @@ class RayCluster:
 
     @property
     def threads(self) -> int:
-        """The threads of each: what Ray reserves for it."""
+        """Threads per worker: the cores that Ray reserves for it."""
         return max(1, int(self.cpus))
 
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
-        """Run actors until no row is left; Ray starts them again on other nodes when one dies."""
+        """Run actors until no row is pending; Ray restarts dead ones on other nodes.
+
+        Args:
+            spec: The job and its limits.
+            report: Called regularly to report progress.
+
+        Raises:
+            FarmError: If a worker fails, or no node has the required resources.
+        """
         ray = import_extra("ray", extra="ray", what="the engine ray")
         self._connect(ray)
         actor = ray.remote(
@@ -71,84 +82,90 @@ class RayCluster:
             max_task_retries=-1,
             concurrency_groups={"control": 1},
         )(_actor_class(ray))
-        # Held here as long as actors may be started again: a spec can be large, and what lies in
-        # another node's memory goes with that node.
-        told = ray.put(spec)
-        actors = [actor.remote([told]) for _ in range(self.num_workers)]
+        # Owned by this process, because actors may restart: a spec can be large, and an object in
+        # another node's memory is lost with that node.
+        spec_ref = ray.put(spec)
+        actors = [actor.remote([spec_ref]) for _ in range(self.num_workers)]
         with stop_on_signals() as stop:
             try:
                 waiting = [one.pull.remote() for one in actors]
-                asked = False
+                stop_sent = False
                 room_seen = time.monotonic()
-                while waiting and not stop.at_once:
+                while waiting and not stop.is_immediate:
                     ready, waiting = ray.wait(waiting, num_returns=1, timeout=_TICK)
                     for reference in ready:
                         if (broken := ray.get(reference)) is not None:
                             raise broken_worker("a worker", broken)
-                    if ready and not stop.asked:
-                        # One found nothing left, so there is nothing left for any. Some may never
-                        # return: their node is gone and there is no room on the others.
+                    if ready and not stop.is_requested:
+                        # One worker found no pending row, so there is none for the others. Some may
+                        # never return, because their node is gone and the others are full.
                         break
                     report()
                     if self._has_room(ray):
                         room_seen = time.monotonic()
                     elif time.monotonic() - room_seen > spec.lease_seconds:
                         raise FarmError(
-                            "the Ray cluster has no node left that could hold a worker",
+                            "no node of the Ray cluster has the resources of a worker",
+                            code="farm.no_node",
                             expected=f"a node with {self.cpus:g} cores and {self.gpus:g} GPUs",
-                            fix="start nodes and run the same again: what is done stays done",
+                            fix="Start nodes and run the same again: finished rows are kept.",
                         )
-                    if stop.asked and not asked:
-                        asked = True
+                    if stop.is_requested and not stop_sent:
+                        stop_sent = True
                         for one in actors:
                             one.stop.remote()
             finally:
                 for one in actors:
                     ray.kill(one)
-            stop.raise_if_asked()
+            stop.raise_if_requested()
 
     def _has_room(self, ray: Any) -> bool:
-        """Whether the nodes that are left could hold a worker at all."""
+        """Return True if some node has the resources of a worker."""
         there = ray.cluster_resources()
         return bool(there.get("CPU", 0) >= self.cpus and there.get("GPU", 0) >= self.gpus)
 
     def _connect(self, ray: Any) -> None:
         if not ray.is_initialized():
-            # Its log of every worker's output would drown the progress.
+            # Workers' output would hide the progress.
             ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
 
 
 def _actor_class(ray: Any) -> type:
     class FarmWorker:
-        """One puller in an actor; anything that ends its process has Ray start it again."""
+        """A worker in an actor; Ray restarts it if its process ends."""
 
-        def __init__(self, told: list[Any]) -> None:
-            self._spec: JobSpec = ray.get(told[0])
-            self._asked = threading.Event()
+        def __init__(self, spec_ref: list[Any]) -> None:
+            self._spec: JobSpec = ray.get(spec_ref[0])
+            self._stop = threading.Event()
 
         def pull(self) -> str | None:
-            """Work until nothing is left; the traceback of what made going on impossible."""
+            """Work until no row is pending; return the traceback of a fatal error."""
             try:
-                work(self._spec, stopped=self._asked.is_set)
+                work(self._spec, stopped=self._stop.is_set)
             except Exception:
                 return traceback.format_exc()
             return None
 
         @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
         def stop(self) -> None:
-            """Finish what was begun, take nothing new."""
-            self._asked.set()
+            """Finish the current rows, and take no new ones."""
+            self._stop.set()
 
     return FarmWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """One array of `workers` jobs, each of which pulls rows until none is left.
+    """Workers as one array of SLURM jobs, each of which pulls rows until none is pending.
 
-    `parameters` go to submitit as they are: `slurm_partition`, `timeout_min`, `mem_gb`,
-    `cpus_per_task`, `gpus_per_node` and so on. `cluster="local"` runs the same jobs on this machine.
-    The store and `folder`, where submitit keeps its logs, must be on a file system that all nodes see.
+    The store and `folder` must be on a file system that all nodes share.
+
+    Attributes:
+        workers: Number of jobs.
+        folder: Folder of submitit's logs.
+        cluster: `"slurm"`, or `"local"` to run the same jobs on this machine.
+        parameters: Passed to submitit: `slurm_partition`, `timeout_min`, `mem_gb`, `cpus_per_task`,
+            `gpus_per_node` and so on.
     """
 
     workers: int = 8
@@ -167,22 +184,31 @@ class Slurm:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there will be."""
+        """Number of workers."""
         return self.workers
 
     @property
     def threads(self) -> int:
-        """The threads of each: what SLURM is asked to reserve for it."""
+        """Threads per worker: the cores that SLURM reserves for it."""
         return int(self.parameters.get("cpus_per_task", 1))
 
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
-        """Submit the pullers and wait for them; leaving early cancels them."""
+        """Submit the jobs and wait for them; cancel them on an early exit.
+
+        Args:
+            spec: The job and its limits.
+            report: Called regularly to report progress.
+
+        Raises:
+            FarmError: If a job fails, or this machine does not belong to a SLURM cluster.
+        """
         submitit = import_extra("submitit", extra="slurm", what="the engine slurm")
         if self.cluster == "slurm" and shutil.which("srun") is None:
             raise FarmError(
                 "this machine does not belong to a SLURM cluster",
+                code="farm.no_slurm",
                 found="no program srun on PATH",
-                fix='run it where srun is, or use cluster="local" for the same jobs on this machine',
+                fix='Run it on a SLURM node, or use cluster="local" to run the jobs on this machine.',
             )
         executor = submitit.AutoExecutor(folder=self.folder, cluster=self.cluster)
         executor.update_parameters(name="gradkeep", **self.parameters)
@@ -190,15 +216,15 @@ class Slurm:
             jobs = [executor.submit(_SlurmPuller(spec)) for _ in range(self.workers)]
         with stop_on_signals() as stop:
             try:
-                while not stop.asked and not all(job.done() for job in jobs):
+                while not stop.is_requested and not all(job.done() for job in jobs):
                     report()
                     time.sleep(_TICK)
             finally:
                 for job in jobs:
                     if not job.done():
-                        # SLURM sends SIGTERM first: pullers finish or give back what they hold.
+                        # SLURM sends SIGTERM first: workers finish or release their rows.
                         job.cancel(check=False)
-            stop.raise_if_asked()
+            stop.raise_if_requested()
         for job in jobs:
             if (problem := job.exception()) is not None:
                 raise broken_worker(f"job {job.job_id}", str(problem))
@@ -206,15 +232,15 @@ class Slurm:
 
 @dataclass(frozen=True, slots=True)
 class _SlurmPuller:
-    """The job: a supervisor with one worker below it, so that a hung row can be ended."""
+    """The SLURM job: a supervisor with one worker below it, so that a hung row can be ended."""
 
     spec: JobSpec
 
     def __call__(self) -> None:
-        """Pull rows until none is left."""
+        """Pull rows until none is pending."""
         LocalProcesses(workers=1).run(self.spec, lambda: None)
 
     def checkpoint(self) -> Any:
-        """Preempted or out of time: the same again, as the rows know what is left."""
+        """Submit the same job again after preemption or a timeout; pending rows are in the store."""
         submitit = import_extra("submitit", extra="slurm", what="the engine slurm")
         return submitit.helpers.DelayedSubmission(self)

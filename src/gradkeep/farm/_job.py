@@ -1,4 +1,4 @@
-"""What every worker is told: which rows, which job, and how long things may take."""
+"""Specification of a job: rows, function and limits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from gradkeep.store import Durability, Rows
 
 
-MOST_WORKERS = 100_000
-"""Of all machines together."""
-_LARGEST = 2**31 - 1
-_LONGEST = 10 * 365 * 86400.0
+MAX_WORKERS = 100_000
+"""Upper limit for all machines together."""
+_MAX_COUNT = 2**31 - 1
+_MAX_SECONDS = 10 * 365 * 86400.0
 _DURABILITIES = ("full", "process")
 
 Job = Callable[[Sequence[int]], Sequence[Mapping[str, Any]]]
@@ -28,30 +28,30 @@ Job = Callable[[Sequence[int]], Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """All that a worker needs to know, small enough to be sent to any machine."""
+    """Everything that a worker needs, small enough to be sent to any machine."""
 
     store: str
-    """The store's path or address, which must mean the same place to every worker."""
+    """Path or address of the store, valid for every worker."""
     rows: str
-    """The name of the set of rows in the store."""
+    """Name of the set of rows in the store."""
     job: bytes
     """A `Job`, pickled."""
     batch: int = 1
-    """How many rows a worker takes at a time."""
+    """Rows per claim."""
     timeout: float | None = None
-    """Seconds that one row may take; a batch may take as many times that as it has rows."""
+    """Seconds per row; a batch may take this times its number of rows."""
     max_attempts: int = 3
     lease_seconds: float = 60.0
-    """How long after a worker's last sign of life another may take its rows."""
+    """Lease timeout: seconds after the last heartbeat until other workers may take the rows."""
     grace: float = 20.0
-    """Seconds to finish what was begun when asked to stop; then it is given back."""
+    """Seconds to finish current rows after a stop; then they are released."""
     threads: int = 1
-    """Threads per worker, for torch and for the libraries below numpy."""
+    """Threads per worker, for torch and numpy's libraries."""
     give_up_after: int = 10
-    """A worker whose first so many rows all fail stops: the next thousand would fail as well."""
+    """A worker whose first attempts, this many, all fail stops."""
     durability: Durability = "full"
     retry_errors: bool = True
-    """Whether an error that gradkeep raises on purpose is tried again; else it ends the run."""
+    """Retry errors of gradkeep; otherwise they end the run."""
 
     def __post_init__(self) -> None:
         for name in ("store", "rows"):
@@ -59,43 +59,44 @@ class JobSpec:
         _arguments.instance("job", self.job, bytes, error=FarmError)
         for name in ("batch", "max_attempts", "threads", "give_up_after"):
             value = getattr(self, name)
-            _arguments.count(name, value, error=FarmError, least=1, most=_LARGEST)
+            _arguments.count(name, value, error=FarmError, least=1, most=_MAX_COUNT)
         for name in ("timeout", "lease_seconds", "grace"):
             if (value := getattr(self, name)) is not None or name != "timeout":
-                _arguments.number(name, value, error=FarmError, least=0, most=_LONGEST)
+                _arguments.number(name, value, error=FarmError, least=0, most=_MAX_SECONDS)
         _arguments.one_of("durability", self.durability, _DURABILITIES, error=FarmError)
 
     def open_rows(self) -> Rows:
-        """The rows, opened in this process."""
+        """Open the rows in this process."""
         store = stores.open(self.store, create=False, durability=self.durability)
         return store.rows(self.rows)
 
     def load_job(self) -> Job:
-        """The job, made anew in this process."""
+        """Unpickle the job."""
         job: Job = pickle.loads(self.job)
         return job
 
 
-def packed(job: object) -> bytes:
-    """A job, or what it needs, as bytes that another process can read.
+def pickle_job(job: object) -> bytes:
+    """Pickle a job, or its arguments, for another process.
 
-    With cloudpickle installed, functions of scripts and notebooks travel as well.
+    With cloudpickle installed, functions of scripts and notebooks work as well.
     """
-    found = importlib.util.find_spec("cloudpickle") is not None
-    pickler = importlib.import_module("cloudpickle" if found else "pickle")
+    has_cloudpickle = importlib.util.find_spec("cloudpickle") is not None
+    pickler = importlib.import_module("cloudpickle" if has_cloudpickle else "pickle")
     try:
-        made: bytes = pickler.dumps(job)
+        pickled: bytes = pickler.dumps(job)
     except Exception as error:
         raise FarmError(
             "the job cannot be sent to another process",
+            code="farm.not_picklable",
             found=f"{type(error).__name__}: {error}",
             expected="functions defined at the top of a module, and data that can be pickled",
-            fix="move it into a module, pip install cloudpickle, or use workers=0 to stay here",
+            fix="Move it into a module, install cloudpickle, or use workers=0.",
         ) from error
-    return made
+    return pickled
 
 
-def check_workers(workers: object, *, least: int = 0, most: int = MOST_WORKERS) -> None:
-    """Refuse a number of workers that is none, or that no cluster has."""
+def check_workers(workers: object, *, least: int = 0, most: int = MAX_WORKERS) -> None:
+    """Raise if the number of workers is invalid."""
     if workers is not None or least:
         _arguments.count("workers", workers, error=FarmError, least=least, most=most)

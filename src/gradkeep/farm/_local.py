@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, watched and replaced by the one that started them."""
+"""Workers as local processes, supervised and restarted by their parent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Worker:
     connection: Connection
     number: int
     sending: threading.Thread
-    """What gives it its spec, which it takes when it has started."""
+    """Thread that sends the spec, which the worker reads when it has started."""
     heard: float = field(default_factory=time.monotonic)
     ready: bool = False
     leases: tuple[Lease, ...] = ()
@@ -56,32 +56,53 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class LocalProcesses:
-    """Spawned processes on this machine: `workers` of them, one per core by default."""
+    """Workers as spawned processes on this machine.
+
+    Attributes:
+        workers: Number of processes; one per core by default.
+    """
 
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        # More on one machine are a slip of the finger.
+        # More on one machine are a typing error.
         check_workers(self.workers, most=1024)
 
     @property
     def num_workers(self) -> int:
-        """How many workers there will be."""
+        """Number of workers."""
         return cores() if self.workers is None else self.workers
 
     @property
     def threads(self) -> int:
-        """The threads of each: all cores shared out."""
+        """Threads per worker: the cores divided by the workers."""
         return max(1, cores() // max(1, self.num_workers))
 
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
-        """Run workers until no row is left, replacing those that die."""
+        """Run workers until no row is pending, and restart dead ones.
+
+        Args:
+            spec: The job and its limits.
+            report: Called regularly to report progress.
+
+        Raises:
+            FarmError: If a worker fails, or workers die without finishing a row.
+        """
         with stop_on_signals() as stop:
             _Supervisor(spec, report).run(range(self.num_workers), stop)
-            stop.raise_if_asked()
+            stop.raise_if_requested()
 
     def run_along(self, spec: JobSpec, report: Callable[[], None], job: Job) -> None:
-        """Run one worker less, and be the first one: the others take seconds to start."""
+        """Run as the first worker in this process, because the others take seconds to start.
+
+        Args:
+            spec: The job and its limits.
+            report: Called regularly to report progress.
+            job: The job of `spec` in this process.
+
+        Raises:
+            FarmError: If a worker fails, or workers die without finishing a row.
+        """
         others = StopRequest()
         failed: list[BaseException] = []
 
@@ -92,7 +113,7 @@ class LocalProcesses:
                 failed.append(error)
 
         beside = threading.Thread(target=supervise, name="supervisor", daemon=True)
-        # An interrupt ends what this process does at once, as it would without workers.
+        # An interrupt ends the work of this process immediately, as without workers.
         with stop_on_signals(raise_from=1) as stop:
             beside.start()
             try:
@@ -101,15 +122,15 @@ class LocalProcesses:
                     along = Puller(
                         spec, rows, job, stopped=lambda: bool(failed), longest_wait=_TICK
                     )
-                    along.run(keeper)  # somebody waits for the end of this one
-                others.times = 2  # nothing is left, also for those that are starting yet
+                    along.run(keeper)
+                others.times = 2  # no row is pending, also for workers that are still starting
             except KeyboardInterrupt:
-                if not stop.asked:
+                if not stop.is_requested:
                     raise  # the job's own
             finally:
                 others.times = max(1, others.times)
                 beside.join()
-            stop.raise_if_asked()
+            stop.raise_if_requested()
         if failed:
             raise failed[0]
 
@@ -136,10 +157,10 @@ class _Supervisor:
             self._kill_all()
 
     def _turn(self, stop: StopRequest) -> None:
-        if stop.asked and not self._stopping:
+        if stop.is_requested and not self._stopping:
             self._stopping = True
             self._ask_to_stop()
-        if stop.at_once:
+        if stop.is_immediate:
             return self._kill_all()
         watched: list[Any] = [worker.process.sentinel for worker in self._workers]
         watched += [worker.connection for worker in self._workers]
@@ -148,18 +169,18 @@ class _Supervisor:
         for worker in list(self._workers):
             self._listen(worker)
             if not worker.process.is_alive():
-                self._listen(worker)  # what it said last
+                self._listen(worker)  # its last messages
                 self._workers.remove(worker)
-                self._bury(worker)
+                self._remove_dead(worker)
             elif worker.ready and worker.leases and time.monotonic() - worker.heard > patience:
-                # Not even its lease keeper runs: stuck in native code that never lets go of Python.
+                # Not even its lease keeper runs: it is stuck in native code that holds the GIL.
                 worker.process.kill()
         return None
 
     def _start(self, number: int) -> _Worker:
         ours, theirs = self._context.Pipe()
-        # With the spec among its arguments, which may hold a data set, nobody could end a process that
-        # starts before it has imported torch.
+        # Send the spec, which may hold a data set, later: with it among the arguments a starting
+        # process could not be ended before it has imported torch.
         process = self._context.Process(target=work_in_process, args=(theirs,))
         with environment(self._spec.threads, number):
             process.start()
@@ -169,7 +190,7 @@ class _Supervisor:
         return _Worker(process, ours, number, sending)
 
     def _send(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which is seen elsewhere
+        with contextlib.suppress(OSError):  # it has ended, which is handled elsewhere
             connection.send_bytes(self._packed)
 
     def _listen(self, worker: _Worker) -> None:
@@ -188,7 +209,7 @@ class _Supervisor:
         except (EOFError, OSError):
             return  # closed: the process has ended or is about to
 
-    def _bury(self, worker: _Worker) -> None:
+    def _remove_dead(self, worker: _Worker) -> None:
         process = worker.process
         process.join()
         code = process.exitcode
@@ -197,35 +218,36 @@ class _Supervisor:
         process.close()
         if code == BROKEN and worker.broken is not None:
             raise broken_worker("a worker", worker.broken)
-        for lease in worker.leases:  # whatever its code says: they were not delivered
+        for lease in worker.leases:  # not delivered, whatever the exit code
             if self._rows.has(lease.row):
                 self._rows.release(lease)
             else:
                 self._rows.fail(lease, f"the worker {lease.owner} died: {_describe(code)}")
         if worker.finished or self._stopping or (code == STOPPED and not worker.leases):
             return
-        self._check_hope(worker, code)
+        self._check_progress(worker, code)
         self._workers.append(self._start(worker.number))
 
-    def _check_hope(self, worker: _Worker, code: int | None) -> None:
-        # Killed by a signal before it had a row says little about the next one; an error does.
-        by_itself = code is not None and code >= 0
-        self._deaths += by_itself or bool(worker.leases)
-        self._failed_starts += 0 if worker.ready else _FAILED_STARTS if by_itself else 1
+    def _check_progress(self, worker: _Worker, code: int | None) -> None:
+        # An error predicts failures of other workers, a signal before the first row does not.
+        by_error = code is not None and code >= 0
+        self._deaths += by_error or bool(worker.leases)
+        self._failed_starts += 0 if worker.ready else _FAILED_STARTS if by_error else 1
         barren = self._deaths >= self._spec.give_up_after
         if barren and (done := len(self._rows.done())) > self._before:
             barren, self._deaths, self._before = False, 0, done
         if barren or self._failed_starts >= _FAILED_STARTS:
             raise FarmError(
-                "workers die without getting a row done",
+                "workers die without finishing a row",
+                code="farm.workers_die",
                 found=f"{self._deaths} ended, the last one by {_describe(code)}",
-                fix="run one row in this process (workers=0) to see why; a script that starts "
-                'workers needs `if __name__ == "__main__":` around what it does',
+                fix="Run one row in this process (workers=0) to see why. A script that starts "
+                'workers needs `if __name__ == "__main__":` around its code.',
             )
 
     def _ask_to_stop(self) -> None:
         for worker in self._workers:
-            if worker.sending.is_alive():  # it holds nothing yet, and two may not send at a time
+            if worker.sending.is_alive():  # it has no rows yet, and sends must not overlap
                 worker.process.kill()
                 continue
             with contextlib.suppress(OSError):  # it has ended already

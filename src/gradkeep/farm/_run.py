@@ -1,4 +1,4 @@
-"""Run a job for every row that is not done: here, on many cores, or on many machines."""
+"""Run a job for every pending row: in this process, on many cores, or on many machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import ConflictError, FarmError, GradkeepError, StoreError
 from gradkeep.farm._clusters import RayCluster, Slurm
-from gradkeep.farm._job import Job, JobSpec, check_workers, packed
+from gradkeep.farm._job import Job, JobSpec, check_workers, pickle_job
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._worker import LeaseKeeper, Puller, stop_on_signals
 
@@ -40,28 +40,28 @@ class Progress:
     total: int
     done: int
     failed: int = 0
-    """Tried as often as allowed."""
+    """Rows that failed as often as allowed."""
     leased: int = 0
     rate: float | None = None
-    """Rows per second, while that is known."""
+    """Rows per second, if known."""
 
     @property
     def pending(self) -> int:
-        """Rows that nobody works on yet."""
+        """Number of rows that no worker has claimed."""
         return self.total - self.done - self.failed - self.leased
 
     @property
     def complete(self) -> bool:
-        """Whether every row is done."""
+        """Return True if every row is done."""
         return self.done == self.total
 
     @property
     def eta(self) -> float | None:
-        """Seconds until all rows are done or failed, at the pace so far."""
-        left = self.total - self.done - self.failed
-        if left == 0:
+        """Estimated seconds until all rows are done or failed."""
+        remaining = self.total - self.done - self.failed
+        if remaining == 0:
             return 0.0
-        return left / self.rate if self.rate else None
+        return remaining / self.rate if self.rate else None
 
     def __str__(self) -> str:
         parts = [f"{self.done} of {self.total} done"]
@@ -72,7 +72,7 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person says it.
+    """Format a duration.
 
     >>> [format_seconds(s) for s in (0.4, 59, 61, 7322, 200_000)]
     ['1 s', '59 s', '1 min 1 s', '2 h 2 min', '2 d 7 h']
@@ -84,17 +84,17 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
 
 
-def progress_of(
+def count_progress(
     states: Sequence[RowState], *, rate: float | None = None, running: bool = True
 ) -> Progress:
-    """The counts of these states; without `running`, a lease is not taken for work."""
+    """Count states; without `running`, leases are not counted as work."""
     counts = Counter(state.state for state in states)
     leased = counts["leased"] if running else 0
     return Progress(len(states), counts["done"], counts["failed"], leased, rate)
 
 
 def recent_rate(store: Store, rows: Rows) -> float | None:
-    """Rows per second of the last hour, from the times of the rows' own files."""
+    """Return rows per second in the last hour, from the modification times of the rows' files."""
     times = sorted(
         entry.modified
         for bucket in store.backend.list(f"{rows.folder}/rows")
@@ -118,42 +118,42 @@ _LIMITS = (
 
 
 class Engine(Protocol):
-    """Where workers come from: any object with these two members is one.
+    """Protocol of engines, which provide workers.
 
     >>> from gradkeep import farm
     >>> class OneAfterAnother:
     ...     threads = 1
     ...     def run(self, spec, report):
-    ...         farm.work(spec)  # on another machine, mostly: a spec can be pickled
+    ...         farm.work(spec)  # usually on another machine: a spec can be pickled
     """
 
     @property
     def threads(self) -> int:
-        """The threads that each worker may use, unless `run` was told a number."""
+        """Threads per worker, unless `run` is called with a number."""
         ...
 
     def run(self, spec: JobSpec, report: Callable[[], None], /) -> None:
-        """Have `farm.work(spec)` called where the workers are, and return when no row is left.
+        """Call `farm.work(spec)` on the workers, and return when no row is pending.
 
-        Call `report` now and then: it tells the progress, and costs next to nothing. What workers
-        leave undone stays to be done: the rows know, and the outcome says so.
+        Call `report` regularly: it reports the progress and is cheap. Rows that workers leave
+        unfinished stay pending, and the outcome shows them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A row that failed as often as it may."""
+    """A row that failed as often as allowed."""
 
     row: int
     attempts: int
     error: str
-    """The traceback of the last attempt."""
+    """Traceback of the last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out of a run."""
+    """Result of a run."""
 
     progress: Progress
     failures: tuple[Failure, ...]
@@ -161,38 +161,57 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every row is done."""
+        """Return True if every row is done."""
         return self.progress.complete
 
 
 @checked(FarmError)
 def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
-    """An engine by its name: `local`, `ray` or `slurm`, with its options.
+    """Build an engine by its name.
 
-    >>> engine("local", workers=2).num_workers
-    2
+    Args:
+        name: `"local"`, `"ray"` or `"slurm"`.
+        **options: Options of the engine: fields of `LocalProcesses`, `RayCluster` or `Slurm`.
+
+    Returns:
+        The engine.
+
+    Raises:
+        FarmError: If the name or an option is unknown.
+
+    Example:
+        >>> engine("local", workers=2).num_workers
+        2
     """
     if not isinstance(name, str) or name not in _ENGINES:
-        found = _arguments.short_repr(name)
-        raise FarmError("no such engine", found=found, expected=", ".join(_ENGINES))
+        details = _arguments.short_repr(name)
+        raise FarmError(
+            "unknown engine",
+            code="farm.unknown_engine",
+            found=details,
+            expected=", ".join(_ENGINES),
+        )
     kind = _ENGINES[name]
     known = [item.name for item in dataclasses.fields(kind)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise FarmError(
-            f"the engine {name} has no option {', '.join(unknown)}", expected=", ".join(known)
+            f"the engine {name} has no option {', '.join(unknown)}",
+            code="farm.unknown_option",
+            expected=", ".join(known),
         )
     return kind(**options)
 
 
 @checked(FarmError)
-def check_place(workers: int | None, engine: object, *, least: int = 0) -> None:
-    """Refuse what does not say where workers are: a number of local processes, or an engine."""
+def validate_workers(workers: int | None, engine: object, *, least: int = 0) -> None:
+    """Raise unless the workers are a number of local processes or an engine, not both."""
     if workers is not None and engine is not None:
         raise FarmError(
-            "workers= is a number of local processes, and the engine has its own",
+            "workers= is a number of local processes, but the engine has its own",
+            code="farm.workers_and_engine",
             found=f"workers={workers} and engine={engine!r}",
-            fix="say one of them",
+            fix="Pass either workers= or engine=.",
         )
     if workers is not None:
         check_workers(workers, least=least)
@@ -215,32 +234,49 @@ def run(
     threads: int | None = None,
     **limits: Any,
 ) -> Outcome:
-    """Run `job` for every row of the set `rows` that is not done, and report how it went.
+    """Run a job for every row of a set that is not done.
 
-    `job(numbers)` returns the arrays of each row. `workers` is the number of local processes, 0 for
-    this one; `engine` is another place for them. With `here`, the same job as this process has it
-    at hand, this process is one of the `workers`, and works while the others start. `limits` are fields of `JobSpec`: `batch`,
-    `timeout`, `max_attempts`, `lease_seconds`, `grace`, `give_up_after`. May be run again, and at
-    the same time from other machines: a row that is done stays done. A job that raises is a failed
-    attempt of its rows, not an error here: `Outcome.failures` has the tracebacks.
+    It may be run again, and at the same time from other machines: finished rows are kept. A job that
+    raises is a failed attempt of its rows, not an error here: `Outcome.failures` has the tracebacks.
 
-    >>> import tempfile, numpy as np, gradkeep as gk
-    >>> store = gk.open(tempfile.mkdtemp())
-    >>> _ = store.rows("squares", gk.store.Schema((gk.store.Array("value"),)), num_rows=4)
-    >>> job = lambda numbers: [{"value": np.float32(n * n)} for n in numbers]
-    >>> outcome = run(store, "squares", job, workers=0)
-    >>> outcome.complete, store.rows("squares").read([3])["value"]
-    (True, array([9.], dtype=float32))
+    Args:
+        store: Store of the rows, or its path.
+        rows: Name of the set of rows.
+        job: Function that maps row numbers to the arrays of each row.
+        workers: Number of local processes; 0 for this process.
+        engine: Engine that provides the workers instead.
+        here: The same job as an object of this process, which is then one of the `workers` and works
+            while the others start.
+        progress: Called with the `Progress`.
+        threads: Threads per worker.
+        **limits: Fields of `JobSpec`: `batch`, `timeout`, `max_attempts`, `lease_seconds`, `grace`,
+            `give_up_after`, `retry_errors`.
+
+    Returns:
+        Counts, failures and seconds.
+
+    Raises:
+        FarmError: If an argument is invalid, a worker fails, or all first attempts fail.
+
+    Example:
+        >>> import tempfile, numpy as np, gradkeep as gk
+        >>> store = gk.open(tempfile.mkdtemp())
+        >>> _ = store.rows("squares", gk.store.Schema((gk.store.Array("value"),)), num_rows=4)
+        >>> job = lambda numbers: [{"value": np.float32(n * n)} for n in numbers]
+        >>> outcome = run(store, "squares", job, workers=0)
+        >>> outcome.complete, store.rows("squares").read([3])["value"]
+        (True, array([9.], dtype=float32))
     """
-    check_place(workers, engine)
+    validate_workers(workers, engine)
     _arguments.function("job", job, error=FarmError)
     if here is not None:
         _arguments.function("here", here, error=FarmError)
         if engine is not None or limits.get("timeout") is not None:
             raise FarmError(
-                "this process is one of the local workers, and cannot be ended when its job hangs",
+                "this process is one of the local workers and cannot be ended when its job hangs",
+                code="farm.here_with_limits",
                 found="here= with engine= or timeout=",
-                fix="leave here= out",
+                fix="Remove here=.",
             )
     if progress is not None:
         _arguments.function("progress", progress, error=FarmError)
@@ -252,7 +288,7 @@ def run(
     spec = JobSpec(
         store=store.location,
         rows=rows,
-        job=b"" if workers == 0 else packed(job),
+        job=b"" if workers == 0 else pickle_job(job),
         threads=place.threads if threads is None else threads,
         durability=store.durability,
         **limits,
@@ -271,21 +307,22 @@ def run(
         opened.compact()
     states = opened.states(max_attempts=spec.max_attempts)
     if progress is not None:
-        progress(progress_of(states))
+        progress(count_progress(states))
     failures = tuple(
         Failure(state.row, state.attempts, state.error or "")
         for state in states
         if state.state == "failed"
     )
-    return Outcome(progress_of(states), failures, time.monotonic() - began)
+    return Outcome(count_progress(states), failures, time.monotonic() - began)
 
 
 def _run_here(spec: JobSpec, rows: Rows, job: Job, report: _ProgressReporter) -> None:
     if spec.timeout is not None:
         raise FarmError(
             "a job in this process cannot be ended when it hangs",
+            code="farm.timeout_without_workers",
             found=f"timeout={spec.timeout:g} with workers=0",
-            fix="use workers=1, which is a process of its own",
+            fix="Use workers=1, which is a separate process.",
         )
     with stop_on_signals(raise_from=2) as stop:
 
@@ -293,24 +330,25 @@ def _run_here(spec: JobSpec, rows: Rows, job: Job, report: _ProgressReporter) ->
             report()
             return job(numbers)
 
-        puller = Puller(spec, rows, watched, stopped=lambda: stop.asked)
-        # The process is the caller's: nothing here may end it, whatever the grace.
+        puller = Puller(spec, rows, watched, stopped=lambda: stop.is_requested)
+        # This is the caller's process, which must not be ended.
         with LeaseKeeper(spec, rows, end=lambda _: None) as keeper:
             puller.run(keeper)
-        stop.raise_if_asked()
+        stop.raise_if_requested()
 
 
 def _check_shared(store: Store) -> None:
     if store.backend.local_path("") is None and "://" not in store.location:
         raise FarmError(
-            "other processes cannot reach this store",
+            "other processes cannot reach the store",
+            code="farm.store_not_shared",
             found=store.location,
-            fix="use workers=0, or a store on disk or in a bucket",
+            fix="Use workers=0, or a store on disk or in a bucket.",
         )
 
 
 class _ProgressReporter:
-    """Reports progress, but never spends more than a small share of the time on finding out."""
+    """Report progress, spending at most a small fraction of the time on it."""
 
     def __init__(
         self, rows: Rows, max_attempts: int, report: Callable[[Progress], None] | None
@@ -324,7 +362,7 @@ class _ProgressReporter:
         if self._report is None or now < self._next:
             return
         states = self._rows.states(max_attempts=self._max_attempts)
-        seen = progress_of(states)
+        seen = count_progress(states)
         new = seen.done - self._done_before
         rate = new / max(1e-9, now - self._began) if new > 0 else None
         self._report(dataclasses.replace(seen, rate=rate))
@@ -337,10 +375,10 @@ _SHARING: dict[str, Any] = {
     "give_up_after": 50,
     "retry_errors": False,
 }
-"""Workers may die often: whoever takes a part over goes on where it can."""
+"""Limits of `run_parts`; workers may die often, because another one resumes their parts."""
 
 
-def share_out(
+def run_parts(
     store: Store,
     title: str,
     arrays: Sequence[Array],
@@ -352,12 +390,12 @@ def share_out(
     here: Job | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Mapping[str, Any]:
-    """What `job` returns for the parts 0 to `count - 1` of one piece of work, each array `[count, ...]`.
+    """Run `job` for the parts 0 to `count - 1` of one piece of work; return each array `[count, ...]`.
 
-    The parts are rows of a set in the store, deleted when all are in or none can be had any more; so
-    are sets that a killed process left under the same title. What a job raises on purpose, a
-    `GradkeepError`, is not tried again, and is what is found in the error that is raised here.
-    With `here`, the job as this process has it at hand, this process is one of the local workers.
+    The parts are rows of a set in the store, which is deleted at the end, as are sets
+    that a killed process left under the same title. A `GradkeepError` of a job is not retried, and
+    is part of the error raised here. With `here`, the job as an object of this process, this process
+    is one of the local workers.
     """
     prefix = f"shared-{xxhash.xxh3_64_hexdigest(title.encode())}-"
     for old in store.row_sets():
@@ -365,7 +403,7 @@ def share_out(
             _delete_idle(store, old)
     name = prefix + secrets.token_hex(4)
     rows = store.rows(name, stores.Schema(tuple(arrays)), num_rows=count)
-    found = "workers that ended before all was done"
+    reason = "workers ended early"
     try:
         try:
             few = None if workers is None else min(workers, count)
@@ -373,17 +411,17 @@ def share_out(
             place: dict[str, Any] = {"workers": few, "engine": engine, "here": along}
             run(store, name, job, progress=progress, **place, **_SHARING)
         except GradkeepError as error:
-            found = f"\n{error}"
+            reason = f"\n{error}"
         missing = count - len(rows.done())
         if missing:
             for text in [state.error for state in rows.states() if state.error][:1]:
                 lines = text.strip().splitlines()
-                found = "\n" + "\n".join(lines[-3:] if text.startswith("Traceback") else lines)
+                reason = "\n" + "\n".join(lines[-3:] if text.startswith("Traceback") else lines)
             raise FarmError(
-                f"{title}: {missing} of {count} parts were not made",
-                found=found,
-                expected="every part made by some worker",
-                fix="repair what it says and run the same again; what is whole in the store stays",
+                f"{title}: {missing} of {count} parts are missing",
+                code="farm.parts_missing",
+                found=reason,
+                fix="Fix this error and run the same again; complete results in the store are kept.",
             )
         done = rows.read(rows.done())
         return {array.name: done[array.name] for array in arrays}
@@ -392,20 +430,19 @@ def share_out(
 
 
 def _delete_idle(store: Store, name: str) -> None:
-    """Delete a set of rows unless somebody may be working on it."""
-    with contextlib.suppress(StoreError):  # its owner has just deleted it
+    """Delete a set of rows unless another process may be working on it."""
+    with contextlib.suppress(StoreError):  # its owner may delete it at the same time
         rows = store.rows(name)
         begun = [entry.modified for entry in store.backend.list(rows.folder)]
-        # Seconds within which a set may be that of another process whose workers have yet to
-        # begin.
+        # Workers of another process may take up to an hour to start.
         if max(begun, default=0.0) < time.time() - 3600.0 and rows.counts().leased == 0:
             store.delete_rows(name)
 
 
-def blocks_of(count: int, workers: int) -> list[range]:
-    """`count` things in one block for each worker, nearly equal.
+def split_blocks(count: int, workers: int) -> list[range]:
+    """Split `count` items into one block per worker, nearly equal.
 
-    >>> blocks_of(5, 2), blocks_of(1, 4)
+    >>> split_blocks(5, 2), split_blocks(1, 4)
     ([range(0, 3), range(3, 5)], [range(0, 1)])
     """
     parts = min(count, workers)
@@ -413,8 +450,7 @@ def blocks_of(count: int, workers: int) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def size_of(workers: int | None, engine: Engine | None) -> int:
-    """How many workers there will be, as far as that is known."""
-    found = workers if engine is None else getattr(engine, "num_workers", None)
-    # Workers that an engine is taken to have which does not say.
-    return max(1, found or 4)
+def count_workers(workers: int | None, engine: Engine | None) -> int:
+    """Return the number of workers, 4 if an engine does not say."""
+    count = workers if engine is None else getattr(engine, "num_workers", None)
+    return max(1, count or 4)

@@ -1,4 +1,4 @@
-"""A worker: takes rows, computes them, keeps their leases, puts them or records why not."""
+"""A worker: claim rows, compute them, keep their leases, and store results or failures."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ _THREAD_VARIABLES = (
 _NUMBER_VARIABLE = "GRADKEEP_WORKER"
 
 _changing_environment = threading.Lock()
-"""Runs in several threads would else take each other's numbers for what was there before."""
+"""Prevents runs in several threads from restoring each other's values."""
 
 
 @dataclass(slots=True)
 class StopRequest:
-    """How often, and by which signal, somebody asked to stop."""
+    """Number of stop requests, and the last signal."""
 
     times: int = 0
     number: int | None = None
 
     @property
-    def asked(self) -> bool:
-        """Whether to stop."""
+    def is_requested(self) -> bool:
+        """Return True if the run should stop."""
         return self.times > 0
 
     @property
-    def at_once(self) -> bool:
-        """Whether not even to finish."""
+    def is_immediate(self) -> bool:
+        """Return True if current rows should not be finished."""
         return self.times > 1
 
-    def raise_if_asked(self) -> None:
-        """End as the signal would have ended us, after all was put in order."""
+    def raise_if_requested(self) -> None:
+        """Exit as the signal would have, after the cleanup."""
         if self.number == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
-        if self.asked:
+        if self.is_requested:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_on_signals(*, raise_from: int | None = None) -> Iterator[StopRequest]:
-    """Count interrupts and terminations instead of dying of them; the main thread gets them.
+    """Count interrupts and terminations instead of dying; only in the main thread.
 
-    The `raise_from`-th one and later ones interrupt whatever runs, as they would have without us.
+    The `raise_from`-th signal and later ones raise KeyboardInterrupt.
     """
     stop = StopRequest()
 
@@ -94,7 +94,7 @@ def stop_on_signals(*, raise_from: int | None = None) -> Iterator[StopRequest]:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -102,7 +102,7 @@ def cores() -> int:
 
 @contextmanager
 def environment(threads: int, worker: int = 0) -> Iterator[None]:
-    """Processes that are started in this context find both numbers in their environment."""
+    """Set the number of threads and of the worker in the environment of processes started inside."""
     with _changing_environment:
         names = (*_THREAD_VARIABLES, _NUMBER_VARIABLE)
         before = {name: os.environ.get(name) for name in names}
@@ -119,43 +119,44 @@ def environment(threads: int, worker: int = 0) -> Iterator[None]:
 
 
 def worker_number() -> int:
-    """Which of the workers on this machine this process is, from 0 on: by it a job takes a device.
+    """Return the number of this worker on its machine, from 0 on, to choose a device.
 
     >>> worker_number()
     0
     """
     for name in (_NUMBER_VARIABLE, "SLURM_LOCALID"):
-        found = os.environ.get(name, "")
-        if found.isdecimal():
-            return int(found)
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
     return 0
 
 
 def pin(threads: int) -> None:
-    """Use so many threads in this process, also if torch is loaded already."""
+    """Set the number of threads of this process, also if torch is already loaded."""
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
 
 
+# Exit codes of a worker that ended itself; 0 means that no row was pending.
 TIMED_OUT, STOPPED, BROKEN = 75, 76, 77
-"""Exit codes of a worker that ended itself; 0 is for a worker that found nothing left."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0
 _log = logging.getLogger("gradkeep")
 
 
 def end_process(reason: str) -> None:
-    """End this process at once, with the exit code of a job that hung or of a stop."""
+    """End this process immediately, with the exit code of a timeout or of a stop."""
     os._exit(TIMED_OUT if reason == "timeout" else STOPPED)
 
 
 def broken_worker(who: str, text: str) -> FarmError:
-    """The error for what made it impossible for a worker to go on."""
+    """Build the error of a worker that cannot continue."""
     return FarmError(
-        f"{who} could not go on",
+        f"{who} could not continue",
+        code="farm.broken_worker",
         found="\n" + shortened(text.rstrip()),
-        fix="repair what it says and run again: what is done stays done",
+        fix="Fix this error and run again: finished rows are kept.",
     )
 
 
@@ -166,13 +167,17 @@ def work(
     ready: Callable[[], None] = lambda: None,
     beat: Callable[[Sequence[Lease]], None] = lambda _: None,
 ) -> None:
-    """Be one worker: compute rows of `spec` in this process until none is left for it.
+    """Compute rows of `spec` in this process until none is pending.
 
-    What an engine starts, as often as it likes and on any machine that sees the store. `stopped()`
-    says when to finish and take nothing new. A row that takes longer than its timeout is recorded
-    as failed and this process ended with code 75, for nothing else ends a job that hangs; code 76
-    if it does not finish within the grace after a stop. `ready` is called when the job is loaded,
-    `beat` with the leases that are held now.
+    An engine calls it, any number of times and on any machine that can reach the store. A row that exceeds
+    its timeout is recorded as failed, and this process ends with exit code 75, because a job that hangs
+    cannot be ended otherwise; exit code 76 if it does not finish within the grace period after a stop.
+
+    Args:
+        spec: The job and its limits.
+        stopped: Returns True to finish the current rows and take no new ones.
+        ready: Called when the job is loaded.
+        beat: Called with the current leases.
     """
     pin(spec.threads)
     rows, job = spec.open_rows(), spec.load_job()
@@ -184,27 +189,27 @@ def work(
 
 @dataclass(slots=True)
 class Puller:
-    """One worker's loop over the rows of a spec, until none is left for it."""
+    """Loop of one worker over the rows of a spec."""
 
     spec: JobSpec
     rows: Rows
     job: Job
     stopped: Callable[[], bool] = lambda: False
     longest_wait: float = _LONGEST_WAIT
-    """Seconds between two looks at rows that others hold."""
+    """Largest number of seconds between two checks of rows that others hold."""
     owner: str = ""
     _successes: int = 0
     _failures: int = 0
     _final: BaseException | None = None
-    """The error of the job that ends the run."""
+    """Error of the job that ends the run."""
 
     def __post_init__(self) -> None:
-        # A token as well: process numbers repeat, and a dead worker's leases are not its heir's.
+        # With a token: process ids repeat, and a new process must not inherit leases.
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.owner = self.owner or name
 
     def run(self, keeper: LeaseKeeper) -> None:
-        """Work until every row is done or failed too often, or until stopped."""
+        """Work until every row is done or failed, or until stopped."""
         wait = _FIRST_WAIT
         while not self.stopped():
             leases = self.rows.claim(
@@ -220,7 +225,7 @@ class Puller:
             elif self.rows.counts(max_attempts=self.spec.max_attempts).unfinished == 0:
                 return
             else:
-                # Others hold the rest. If they die, their leases end and the rows are ours.
+                # Other workers hold the rest. If they die, their leases expire.
                 time.sleep(wait)
                 wait = min(
                     2 * wait, self.longest_wait, max(_FIRST_WAIT, self.spec.lease_seconds / 4)
@@ -230,9 +235,9 @@ class Puller:
         numbers = [lease.row for lease in leases]
         results = self._attempt(numbers)
         if isinstance(results, str) and len(numbers) > 1:
-            # One row may have spoiled it for all: each alone.
+            # One row may have failed the batch: retry each alone.
             for number in numbers:
-                keeper.begin_again(1)
+                keeper.restart_timer(1)
                 self._settle(number, self._attempt([number]), keeper)
             return
         keeper.computed()
@@ -241,24 +246,26 @@ class Puller:
             self._settle(number, result, keeper)
 
     def _attempt(self, numbers: Sequence[int]) -> list[Any] | str:
-        """The results, or the traceback of what went wrong."""
+        """Return the results, or the traceback of a failure."""
         try:
             results = self.job(numbers)
             if isinstance(results, str | bytes | Mapping):
                 raise FarmError(
-                    "the job returned no list of results",
+                    "the job did not return a list of results",
+                    code="farm.not_a_list",
                     found=type(results).__name__,
                     expected="one mapping from names to arrays for each row",
                 )
             listed = list(results)
             if len(listed) != len(numbers):
                 raise FarmError(
-                    "the job returned another number of results than it got rows",
+                    "the job returned a wrong number of results",
+                    code="farm.result_count",
                     found=len(listed),
                     expected=len(numbers),
                 )
         except (Exception, SystemExit) as error:
-            # A full disk may have room again; what else is raised on purpose would end the same.
+            # A full disk may have space again; other errors of gradkeep would repeat.
             final = isinstance(error, GradkeepError) and not isinstance(error, WriteFailedError)
             if final and not self.spec.retry_errors:
                 self._final = error
@@ -268,12 +275,12 @@ class Puller:
 
     def _settle(self, number: int, result: Any, keeper: LeaseKeeper) -> None:
         error = result if isinstance(result, str) else None
-        lease = keeper.let_go(number)
+        lease = keeper.release_row(number)
         if error is None:
             try:
                 self.rows.finish(lease, result[0])
             except WriteFailedError:
-                # The place is full or gone, which no other row would change.
+                # The disk is full or gone, which affects all rows.
                 self.rows.release(lease)
                 raise
             except Exception:
@@ -292,19 +299,19 @@ class Puller:
         self._failures += 1
         if self._successes == 0 and self._failures >= self.spec.give_up_after:
             raise FarmError(
-                f"the first {self._failures} attempts all failed; the last was "
+                f"the first {self._failures} attempts all failed, the last one at "
                 f"{describe_rows([number])}",
+                code="farm.all_failed",
                 found=error.strip().splitlines()[-1],
-                expected="that some row succeeds",
-                fix="read the traceback of a failed row, repair the job, and retry the rows",
+                fix="Read the traceback of a failed row, fix the job, and retry the rows.",
             )
 
 
 class LeaseKeeper:
-    """Holds the leases of the batch that is computed now.
+    """Keep the leases of the current batch.
 
-    `end` is called with a reason when the process must end: the job took too long, or did not
-    finish within the grace after a stop. By then its rows are recorded or given back.
+    `end` is called with a reason when the process must end: the job timed out, or did not
+    finish within the grace period after a stop. By then its rows are recorded or released.
     """
 
     def __init__(
@@ -333,42 +340,42 @@ class LeaseKeeper:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
-        for lease in self._leases.values():  # of a batch that an exception left behind
+        for lease in self._leases.values():  # of a batch that ended with an exception
             self._rows.release(lease)
 
     def hold(self, leases: Sequence[Lease]) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         with self._lock:
             self._leases = {lease.row: lease for lease in leases}
             self._since = self._renewed = time.monotonic()
             self._allow(len(leases))
             self._beat(leases)
 
-    def begin_again(self, count: int) -> None:
-        """The time for `count` rows begins anew."""
+    def restart_timer(self, count: int) -> None:
+        """Restart the timeout for `count` rows."""
         with self._lock:
             self._allow(count)
 
     def computed(self) -> None:
-        """The job returned: what follows is bounded by the disk, and must not be cut in two."""
+        """Disable the timeout, because storing the results must not be interrupted."""
         with self._lock:
             self._allowed = math.inf
 
-    def let_go(self, row: int) -> Lease:
-        """The newest lease of a row, which is the caller's to end from here on."""
+    def release_row(self, row: int) -> Lease:
+        """Hand the newest lease of a row to the caller."""
         with self._lock:
             lease = self._leases.pop(row)
             self._beat([*self._leases.values(), lease])
             return lease
 
     def settled(self) -> None:
-        """The row that was let go is done or recorded."""
+        """Report that the handed-over row is done or recorded."""
         with self._lock:
             self._beat(list(self._leases.values()))
 
     @property
     def seconds(self) -> float:
-        """How long the batch has taken so far."""
+        """Seconds since the batch began."""
         return time.monotonic() - self._since
 
     def _allow(self, count: int) -> None:
@@ -386,7 +393,7 @@ class LeaseKeeper:
     def _tick(self) -> None:
         now, spec = time.monotonic(), self._spec
         if now > self._allowed:
-            self._give_up_on_job()
+            self._fail_timed_out_rows()
         elif self._stop_seen and now - self._stop_seen > spec.grace:
             for lease in self._leases.values():
                 self._rows.release(lease)
@@ -395,15 +402,15 @@ class LeaseKeeper:
         elif now - self._renewed > spec.lease_seconds / 3:
             self._renewed = now
             for row, lease in self._leases.items():
-                # Taken over, or a disk that is full for now: the row has one winner anyway, and a
-                # later beat may succeed.
+                # The lease was lost, or the disk is full: only one worker can store the row, and a
+                # later renewal may succeed.
                 try:
                     self._leases[row] = self._rows.renew(lease, seconds=spec.lease_seconds)
                 except (LeaseLostError, StoreError, OSError) as error:
                     _log.info("row %d: %s", row, error)
             self._beat(list(self._leases.values()))
 
-    def _give_up_on_job(self) -> None:
+    def _fail_timed_out_rows(self) -> None:
         frame = sys._current_frames().get(self._worker)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         text = (
@@ -417,12 +424,12 @@ class LeaseKeeper:
                 self._rows.fail(lease, shortened(text))
             except (StoreError, OSError):
                 unrecorded.append(lease)
-        self._beat(unrecorded)  # whoever started us may record it
+        self._beat(unrecorded)  # the parent may record it
         self._end("timeout")
 
 
 def describe_rows(rows: Sequence[int]) -> str:
-    """For messages: a few of the rows, and how many there are.
+    """Format a few row numbers and their count for messages.
 
     >>> describe_rows([7]), describe_rows([1, 2, 3, 4, 5, 6, 7])
     ('row 7', 'rows 1, 2, 3, 4, 5 ... (7 in all)')
@@ -435,7 +442,7 @@ def describe_rows(rows: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMessage:
-    """What a worker tells the process that started it."""
+    """A message of a worker to its parent."""
 
     kind: Literal["ready", "holds", "finished", "broken"]
     leases: tuple[Lease, ...] = ()
@@ -443,32 +450,32 @@ class WorkerMessage:
 
 
 def work_in_process(connection: Connection) -> None:
-    """The whole life of a worker process: its spec is read from the connection, then anything means: stop."""
-    asked = threading.Event()
-    # An interrupt from the terminal reaches the whole group; only the parent decides.
+    """Run a worker process: read its spec from the connection; any further input means stop."""
+    stop = threading.Event()
+    # An interrupt from the terminal reaches the whole process group; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
     def send(message: WorkerMessage) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more: `stopped` says so
+        with contextlib.suppress(OSError):  # the parent is gone: `stopped` notices it
             connection.send(message)
 
     try:
         try:
             spec: JobSpec = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return  # the parent is gone before anything began
+            return  # the parent is gone
         work(
             spec,
-            # The end of the connection can be "read" as well: the parent is gone.
-            stopped=lambda: asked.is_set() or connection.poll(),
+            # `poll` is also true when the parent is gone.
+            stopped=lambda: stop.is_set() or connection.poll(),
             ready=lambda: send(WorkerMessage("ready")),
             beat=lambda leases: send(WorkerMessage("holds", tuple(leases))),
         )
-        # An exit code of 0 alone says nothing: a job may have ended the process with it.
+        # An exit code of 0 alone is not enough: the job may have exited with it.
         send(WorkerMessage("finished"))
     except BaseException as error:
-        # What is raised on purpose says what to do: a traceback would only hide it.
+        # Errors of gradkeep have a message for users, without a traceback.
         meant = isinstance(error, GradkeepError)
         send(
             WorkerMessage("broken", text=str(error) if meant else shortened(traceback.format_exc()))

@@ -12,7 +12,7 @@ import torch
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import QueryError
-from gradkeep.farm._run import check_place
+from gradkeep.farm._run import validate_workers
 from gradkeep.query._engine import ComputeSpec, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._small_codes import SmallCodes, by_codes
@@ -253,7 +253,7 @@ def top(
     Raises:
         QueryError: Options contradict each other, or rows are missing.
     """
-    check_place(workers, engine, least=1)
+    validate_workers(workers, engine, least=1)
     pairs = _pairs(queries, train, weights)
     positions = _positions(pairs[0].queries, ids)
     if k < 1:

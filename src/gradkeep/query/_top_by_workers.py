@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradkeep.errors import FarmError, QueryError
-from gradkeep.farm._run import blocks_of, share_out, size_of
+from gradkeep.farm._run import count_workers, run_parts, split_blocks
 from gradkeep.query._gradients import gradients_of, open_capture
 from gradkeep.store import Array, CaptureKey, Store
 from gradkeep.store import open as open_store
@@ -34,7 +34,7 @@ def top_by_workers(
     engine: Engine | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute values and ids `[Q, k]` of `top` for some queries, in blocks."""
-    blocks = blocks_of(len(query_ids), size_of(workers, engine))
+    blocks = split_blocks(len(query_ids), count_workers(workers, engine))
     size = len(blocks[0])
     block = pairs[0].train.block
     store = Store(block.backend, durability=block.durability)
@@ -49,7 +49,7 @@ def top_by_workers(
     )
     arrays = (Array("values", "float32", (size, k)), Array("rows", "int64", (size, k)))
     try:
-        parts = share_out(
+        parts = run_parts(
             store,
             f"the largest {k} of {len(query_ids)} queries",
             arrays,

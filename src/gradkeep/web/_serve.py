@@ -39,7 +39,7 @@ def serve(
     logs: Sequence[str | os.PathLike[str]] = (),
     allow_remote: bool = False,
     open_browser: bool = False,
-    say: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> None:
     """Serve the page about a store until it is interrupted.
 
@@ -64,10 +64,10 @@ def serve(
     app = create_app(store, data=data, recipe=recipe, logs=logs, access=access)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}/" + ("" if local else f"?token={token}")
-    say(f"gradkeep serves {opened.location} at {url}")
+    report(f"gradkeep serves {opened.location} at {url}")
     if not local:
-        say("anyone with this address can read the store and record decisions, unencrypted")
-    say("press Ctrl-C to stop")
+        report("anyone with this address can read the store and record decisions, unencrypted")
+    report("press Ctrl-C to stop")
     if open_browser:
         threading.Thread(target=_open, args=(url,), daemon=True).start()
     threading.Thread(target=_warm_up, daemon=True).start()

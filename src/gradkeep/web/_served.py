@@ -217,13 +217,13 @@ def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[
 
     `known` is False for an id that the capture does not have.
     """
-    wanted = np.asarray(ids, np.int64)
-    positions = table.positions(wanted)
+    names = np.asarray(ids, np.int64)
+    positions = table.positions(names)
     split = table.key.split
     preview = served.preview(split)
-    texts = _read_texts(table, wanted[positions >= 0])
+    texts = _read_texts(table, names[positions >= 0])
     views: list[dict[str, Any]] = []
-    for row, at in zip(wanted.tolist(), positions.tolist(), strict=True):
+    for row, at in zip(names.tolist(), positions.tolist(), strict=True):
         view: dict[str, Any] = {
             "id": row,
             **dict.fromkeys(("label", "label_name", "predicted", "predicted_name", "loss")),

@@ -381,8 +381,10 @@ def test_a_saver_of_ones_own(tmp_path, ridge, del_grads):
     again = traker(tmp_path / "own", lambda_reg=ridge, saver=FolderSaver)
     assert again.saver.model_ids == {i: {"is_featurized": 1, "is_finalized": 1} for i in (0, 1)}
     assert np.array_equal(again.finalize_scores("e"), found)
-    with pytest.raises(AttributionError, match=r"metadata\.json.*\n.*JL dimension: stored '16'"):
+    with raises(AttributionError, "compat.other_settings", fix="save_dir") as caught:
         traker(tmp_path / "own", saver=FolderSaver, proj_dim=8)
+    assert caught.value.path.endswith("metadata.json")
+    assert "JL dimension: stored '16', requested '8'" in caught.value.found
 
 
 def test_a_saver_in_half_precision_refuses_what_does_not_fit(tmp_path):

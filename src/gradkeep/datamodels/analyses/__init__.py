@@ -1,4 +1,4 @@
-"""What datamodels, and the models they were fitted to, tell about the training data.
+"""Analyses of datamodels and of the models they were fitted to.
 
 The names are those of `gradkeep.datamodels`, one module per kind of question.
 """

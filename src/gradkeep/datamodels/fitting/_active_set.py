@@ -103,7 +103,7 @@ class _OneTarget:
     def _lower(
         matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, solution: AnyArray
     ) -> bool:
-        """Whether the objective is no higher than at the start: only then rounds come to an end."""
+        """Return True if the objective is no higher than at the start, which guarantees termination."""
         here = matrix.numpy()
 
         def value(x: AnyArray) -> float:

@@ -1,4 +1,4 @@
-"""All that a regression from masks to outputs needs to know of the models, in exact sums.
+"""Sufficient statistics of a regression from masks to outputs, as exact sums.
 
 In how many subsets two training examples occur together is counted without a matrix product.
 

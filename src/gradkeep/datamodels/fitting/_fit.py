@@ -340,14 +340,14 @@ class _FitCall:
 
 
 def _prior_alone(standard: StandardizedRegression, masks: Masks) -> AnyArray:
-    """What the scaled prior predicts without anything learned beside it."""
+    """Predict from the scaled prior alone."""
     import torch
 
     return predict(masks, *standard.in_mask_units(torch.zeros_like(standard.c)))
 
 
 def _betters(chosen: AnyArray, alone: AnyArray, outputs: AnyArray, spread: AnyArray) -> bool:
-    """Whether a fit predicts models that it did not see better than the prior alone, beyond chance.
+    """Return True if a fit predicts held-out models significantly better than the prior alone.
 
     The gain of a model is the mean over targets of the difference of squared errors, in variances;
     its mean must be above its standard error over models.

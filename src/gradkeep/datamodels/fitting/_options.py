@@ -1,4 +1,4 @@
-"""What a fit was asked for, checked before any work is done."""
+"""Validated options of a fit."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class FitOptions:
             )
 
     def check_prior(self, prior: AnyArray | None, examples: int) -> None:
-        """Refuse a prior or variances that this penalty, or so many examples, cannot have."""
+        """Validate the prior and variances against the penalty and the number of examples."""
         if self.penalty == "means" and (prior is not None or self.variances is not None):
             raise DatamodelsError(
                 "a difference of means takes no prior", fix="use penalty='ridge' with a prior"

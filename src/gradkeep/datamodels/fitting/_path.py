@@ -173,7 +173,7 @@ class PenaltyChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenaltyStep:
-    """What one penalty of a path came to, for the targets that were still on it.
+    """Result of one penalty of a path, for the targets that were still on it.
 
     Errors are in squared units of the outputs, those of training of the models that were fitted;
     norms are of weights for standardised columns, as the penalty sees them.
@@ -254,7 +254,7 @@ def choose_on_rows(
     """The penalty of each target (or, `together`, the one of all) with the least error on rows.
 
     Keeps only the best weights so far, and lets a target go once its error keeps rising.
-    `each_penalty` is told each step, of targets that are counted from `first` on.
+    `each_penalty` is called with each step; targets are numbered from `first`.
     """
     count, n = standard.c.shape
     best = PenaltyChoice(
@@ -303,7 +303,7 @@ def predict_path(
     *,
     progress: Callable[[], None],
 ) -> AnyArray:
-    """What every penalty of the path predicts for some models, float32 `[penalties, m', t]`."""
+    """Predict the outputs of models with every penalty of a path, float32 `[penalties, m', t]`."""
     predictions = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
     predicted_by = predictor(masks)
 

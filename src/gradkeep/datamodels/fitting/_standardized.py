@@ -178,7 +178,7 @@ def standardize(
 def after_prior(
     standard: StandardizedRegression, prior: AnyArray, models: int
 ) -> tuple[StandardizedRegression, AnyArray]:
-    """What is left to explain after prior weights `[n, t]` in mask units, and their scale `[t]`.
+    """Return the residual after prior weights `[n, t]` in mask units, and their scale `[t]`.
 
     The scale is the least-squares one, never negative (scores only promise an order), and shrunk
     as far as the prior's correlation r with the outputs may be chance: noise alone gives 1/m in

@@ -16,7 +16,7 @@ from gradkeep._environment import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import DatamodelsError, SchemaMismatchError
-from gradkeep.farm._run import Progress, progress_of, recent_rate
+from gradkeep.farm._run import Progress, count_progress, recent_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,13 +115,13 @@ def work(
 def status(
     store: Store | str | os.PathLike[str], *, name: str | None = None, max_attempts: int = 3
 ) -> Status:
-    """What is done, runs and failed, with the time left at the pace of the last hour."""
+    """Return finished, running and failed models, with the remaining time at the pace of the last hour."""
     store = open_store(store, create=False)
     rows = models_of(store, name)
     states = rows.states(max_attempts=max_attempts)
     rate = recent_rate(store, rows)
     running = any(state.state == "leased" for state in states)
-    progress = progress_of(states, rate=rate if running else None)
+    progress = count_progress(states, rate=rate if running else None)
     return Status(progress, tuple(states), Spec.of_schema(rows.schema, rows.num_rows))
 
 
@@ -198,7 +198,7 @@ def load_main(module: str) -> Callable[..., Any]:
             expected="such as examples.train",
         )
     try:
-        found = importlib.import_module(module)
+        entry = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise  # something that the module itself needs is missing: its traceback says what
@@ -208,7 +208,7 @@ def load_main(module: str) -> Callable[..., Any]:
             expected="a dotted name that can be imported from here, such as examples.train",
             fix="run in the folder above it, or set PYTHONPATH",
         ) from error
-    main = getattr(found, "main", None)
+    main = getattr(entry, "main", None)
     if not callable(main):
         raise DatamodelsError(
             f"the module {module} has no function main",

@@ -37,7 +37,7 @@ _EXAMPLE = '{"num_models": 100, "schema": {"masks": {"shape": [50000], "dtype": 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What is kept of each model under one name."""
+    """One stored output of each model."""
 
     name: str
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ class _SpecRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _field(name: str, fields: Any) -> Field:
-    """What is kept under a name; every error says under which."""
+    """Parse one output of a spec; errors name it."""
     if name == COMPLETED:
         raise msgspec.ValidationError(f"schema.{name} is a reserved name")
     try:

@@ -449,7 +449,7 @@ class Study:
         return name
 
     def _choose(self, data: Any, requested: bool | None) -> bool:
-        """Whether models are trained many at a time: as recorded, as asked, or as measured."""
+        """Decide whether to train many models at a time: as stored, as requested, or by a trial."""
         job = self.job
         possible = (
             isinstance(job.train_fn, Training)
@@ -523,7 +523,7 @@ def count_of(data: Any) -> int:
 
 
 def is_pair(data: Any) -> bool:
-    """Whether these are inputs and labels rather than a dataset of examples."""
+    """Return True for a pair of inputs and labels rather than a data set of examples."""
     return isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
 
 
