@@ -103,7 +103,7 @@ def test_budgets_as_people_write_them(text, count):
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "5 apples", "1.2.3"])
 def test_budgets_that_are_none(text):
-    with pytest.raises(BudgetError, match="not a number of bytes"):
+    with raises(BudgetError, "budget.not_bytes"):
         parse_bytes(text)
 
 
