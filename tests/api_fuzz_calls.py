@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from api_fuzz import Call
 from api_fuzz_evaluate import evaluate_calls
-from api_fuzz_rooms import room_calls
+from api_fuzz_packages import room_calls
 
 import gradkeep as gk
 from gradkeep import datamodels as dm

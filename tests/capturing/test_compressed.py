@@ -418,7 +418,7 @@ def test_ranks_that_hardly_agree_are_warned_of(store):
 
 
 def test_functional_forms_of_the_dial(store):
-    assert gk.Keep("4KiB").room == 4096 - 80
+    assert gk.Keep("4KiB").coordinate_bytes == 4096 - 80
     assert gk.Keep("4KiB", bits=4).sums == 2 * (4096 - 80)
     assert gk.Keep(4096) == gk.Keep("4KiB")
     kept = capture(store, "tied", 600, name="number")

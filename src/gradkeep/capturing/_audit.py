@@ -170,10 +170,10 @@ def check_repeatable(model: nn.Module, task: Task, batch: Any, mode: Mode | None
 @contextlib.contextmanager
 def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers, up to 256 MiB of them, at the end of the block."""
-    room, copies = 256 << 20, []
+    free_bytes, copies = 256 << 20, []
     for buffer in model.buffers():
-        room -= buffer.nbytes
-        if room >= 0 and not buffer.is_meta and not buffer.is_inference():
+        free_bytes -= buffer.nbytes
+        if free_bytes >= 0 and not buffer.is_meta and not buffer.is_inference():
             copies.append((buffer, buffer._version, buffer.detach().clone()))
     try:
         yield

@@ -141,7 +141,7 @@ def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> 
             parts.append((unit, at, torch.where(shares > 0.001 * keep.damping, shares, 0)))
     usable = sum(int((share > 0).sum()) for _, _, share in parts)
     _, group, fold = count_coordinates(usable, keep)
-    needed, step = (keep.room * group, group) if group else (keep.sums * fold, 8 * fold)
+    needed, step = (keep.coordinate_bytes * group, group) if group else (keep.sums * fold, 8 * fold)
     counts = _counts([share for _, _, share in parts], needed, step)
     projections: dict[LayerUnit, list[BlockProjection | None]] = {}
     for (unit, at, share), count in zip(parts, counts, strict=True):
@@ -173,10 +173,10 @@ def count_coordinates(available: int, keep: Keep) -> tuple[int, int, int]:
     """
     if not keep.whitened:
         return min(keep.sums, available), 0, 1
-    group = min(keep.group or 0, available // keep.room)
+    group = min(keep.group or 0, available // keep.coordinate_bytes)
     # Smaller groups hold less than a bit per coordinate.
     if group >= 12:
-        return keep.room * group, group, 1
+        return keep.coordinate_bytes * group, group, 1
     fold = max(1, min(keep.fold, available // keep.sums))
     return min(keep.sums, available // fold), 0, fold
 
@@ -328,8 +328,8 @@ def _counts(shares: list[Tensor], total: int, step: int) -> list[int]:
     counts = [count // step * step for count in counts]
     order = sorted(range(len(counts)), key=lambda at: -counts[at])
     for at in order:  # the remainder goes to the largest blocks
-        room = (len(usable[at]) - counts[at]) // step * step
-        counts[at] += min(room, max(0, (total - sum(counts)) // step * step))
+        free_bytes = (len(usable[at]) - counts[at]) // step * step
+        counts[at] += min(free_bytes, max(0, (total - sum(counts)) // step * step))
     return counts
 
 

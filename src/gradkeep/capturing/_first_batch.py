@@ -77,7 +77,7 @@ class Keep:
         CaptureError: `bytes` is too small, or options contradict each other.
 
     Example:
-        >>> Keep("4KiB").room, Keep("4KiB").group
+        >>> Keep("4KiB").coordinate_bytes, Keep("4KiB").group
         (4016, 128)
     """
 
@@ -131,19 +131,19 @@ class Keep:
         return self.bytes
 
     @property
-    def room(self) -> int:
+    def coordinate_bytes(self) -> int:
         """Bytes for the coordinates of all layers."""
         return self.row_bytes - OVERHEAD
 
     @property
     def sums(self) -> int:
         """Number of coordinates, or sums of some, with their own bits."""
-        return 8 * self.room // self.bits
+        return 8 * self.coordinate_bytes // self.bits
 
     @property
     def most(self) -> int:
         """Largest number of coordinates that can be used."""
-        return self.room * self.group if self.group else self.sums * self.fold
+        return self.coordinate_bytes * self.group if self.group else self.sums * self.fold
 
     def sample(self, positions: float, available: int | None = None) -> int:
         """Return the number of rows that a basis is computed from; moments are sums over positions.

@@ -133,7 +133,7 @@ class FirstMoments:
         Sums in float64 of all layers and of a batch take at most a sixteenth of a `budget` in bytes; layers
         that do not fit are skipped.
         """
-        room = _MOST_TOGETHER if budget is None else min(_MOST_TOGETHER, budget // 64)
+        free_bytes = _MOST_TOGETHER if budget is None else min(_MOST_TOGETHER, budget // 64)
         layers = []
         for layer in prepared.layers:
             form = prepared.pieces[layer.unit].form
@@ -141,9 +141,9 @@ class FirstMoments:
                 continue
             block = form.weight_blocks()[0]
             size = 4 * block.groups * (block.rows**2 + block.cols**2)
-            if size <= min(room, _MOST_BYTES, _MOST_ROWS * layer.dense_bytes):
+            if size <= min(free_bytes, _MOST_BYTES, _MOST_ROWS * layer.dense_bytes):
                 layers.append(layer.unit)
-                room -= size
+                free_bytes -= size
         return cls(prepared, frozenset(layers)) if layers else None
 
     @property

@@ -47,7 +47,7 @@ class WeightedKernel:
         return len(self.train)
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that solving may take."""
         return (
             DEFAULT_KERNEL_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget)
@@ -56,7 +56,7 @@ class WeightedKernel:
     @property
     def passing(self) -> int:
         """Bytes for streamed rows and temporaries: a quarter, and at least what one segment needs."""
-        return max(self.room // 4, 2 * self.train.largest_segment + _LEAST)
+        return max(self.free_bytes // 4, 2 * self.train.largest_segment + _LEAST)
 
 
 def lower_rows(
@@ -248,9 +248,9 @@ def parameter_solver(kernel: WeightedKernel) -> ParameterSolver:
     )
     scale, slopes = kernel.weight.sqrt(), train.slopes()
     scale = scale if slopes is None else scale * slopes
-    room = max(1, min(RESTORED, kernel.room // 16))
+    free_bytes = max(1, min(RESTORED, kernel.free_bytes // 16))
     for some in train.stream(stream_shares(train, kernel.passing, answer=0).train_rows):
-        for start, stop in tiles(some.stop - some.start, size, 4, room):
+        for start, stop in tiles(some.stop - some.start, size, 4, free_bytes):
             parts = [
                 form.restore(some.factors[name].take(start, stop).widened())
                 for name, form in train.forms.items()

@@ -353,11 +353,11 @@ class ConjugateSolver:
         return solved.values
 
 
-def pivots_for(rows: int, room: int) -> int:
+def pivots_for(rows: int, free_bytes: int) -> int:
     """Return the number of preconditioner columns that fit in an eighth of the room."""
     # At most 512 columns: a small part of one product with the kernel, which saves most steps for
     # few right-hand sides.
-    return max(1, min(512, math.ceil(rows / 4), room // 8 // (4 * rows)))
+    return max(1, min(512, math.ceil(rows / 4), free_bytes // 8 // (4 * rows)))
 
 
 def build_preconditioner(kernel: WeightedKernel, pivots: int) -> Preconditioner:
@@ -415,16 +415,16 @@ def method_costs(kernel: WeightedKernel, queries: int) -> list[MethodCost]:
 
 
 def _conjugate_cost(kernel: WeightedKernel, queries: int, pairs: dict[str, float]) -> MethodCost:
-    rows, room = kernel.rows, kernel.room // 2
-    held = 4 * 3 * rows * pivots_for(rows, kernel.room)
+    rows, free_bytes = kernel.rows, kernel.free_bytes // 2
+    held = 4 * 3 * rows * pivots_for(rows, kernel.free_bytes)
     count = max(1, queries)
     products, seconds = cheapest_products(kernel.train, count, kernel.compute, pairs)
     each = 4 * (ARRAYS * rows + 3 * products.moved_values)
-    columns = max(1, min(count, (room - held) // each))
+    columns = max(1, min(count, (free_bytes - held) // each))
     if columns < count:
         products, seconds = cheapest_products(kernel.train, columns, kernel.compute, pairs)
         each = 4 * (ARRAYS * rows + 3 * products.moved_values)
-        columns = max(1, min(count, (room - held) // each))
+        columns = max(1, min(count, (free_bytes - held) // each))
     # Fewer than 16 right-hand sides at a time are not worth their steps.
     least = held + each * min(count, 16)
     # Conjugate gradients usually take 6 products, including the one for the residual.
@@ -439,13 +439,13 @@ def choose_method(
     costs = method_costs(kernel, queries)
     if method is not None:
         costs = [cost for cost in costs if cost.method == method]
-    fitting = [cost for cost in costs if cost.bytes <= kernel.room // 2]
+    fitting = [cost for cost in costs if cost.bytes <= kernel.free_bytes // 2]
     if not fitting:
         least = min(costs, key=lambda cost: cost.bytes)
         raise BudgetError(
             f"the kernel of {kernel.rows} rows cannot be solved in the memory budget",
             code="budget.kernel_too_large",
-            found=format_bytes(kernel.room),
+            found=format_bytes(kernel.free_bytes),
             expected=(
                 f"at least {format_bytes(2 * least.bytes)}"
                 + (f" for solver={method!r}" if method else f", by solver={least.method!r}")
@@ -466,5 +466,5 @@ def kernel_solver(
     if chosen.method == "parameters":
         return parameter_solver(kernel)
     assert chosen.products is not None
-    preconditioner = build_preconditioner(kernel, pivots_for(kernel.rows, kernel.room))
+    preconditioner = build_preconditioner(kernel, pivots_for(kernel.rows, kernel.free_bytes))
     return ConjugateSolver(kernel, chosen.products, preconditioner, chosen.columns, tolerance)

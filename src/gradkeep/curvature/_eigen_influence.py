@@ -90,8 +90,8 @@ class SinglePositionInfluence:
         ]
         out = torch.empty(len(positions), len(train))
         widest = max((part.shape[1] for part in weighed), default=1)
-        room = DEFAULT_BUDGET if memory_budget is None else memory_budget
-        rows = max(1, min(_ROWS, room // 16 // (4 * widest)))
+        free_bytes = DEFAULT_BUDGET if memory_budget is None else memory_budget
+        rows = max(1, min(_ROWS, free_bytes // 16 // (4 * widest)))
         held = 4 * (len(g) * self.leading_size + 2 * out.numel() + rows * widest)
         for first, ours, theirs in self._train(train, memory_budget, held):
             for start in range(0, len(ours), rows):
@@ -207,7 +207,7 @@ def empty_rows(
     gradients: Gradients,
     layer: str,
     bases: Sequence[Basis],
-    room: int,
+    free_bytes: int,
     spare: Tensor | None = None,
 ) -> CoordinateRows | None:
     """Allocate the coordinates of a layer's rows; None if they do not fit into the room.
@@ -218,11 +218,11 @@ def empty_rows(
     form, count = gradients.forms[layer], len(gradients)
     if has_single_position(gradients, layer):
         _, high, wide = bases[0].values.shape
-        if 4 * count * (high + wide) > room:
+        if 4 * count * (high + wide) > free_bytes:
             return None
         return OuterRows(torch.empty(count, wide), torch.empty(count, high))
     size = sum(basis.values.numel() for basis in bases)
-    if form.sparse or 4 * count * size > room:
+    if form.sparse or 4 * count * size > free_bytes:
         return None
     if spare is not None and len(spare) >= count * size:
         return spare[: count * size].view(count, size)

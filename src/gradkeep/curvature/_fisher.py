@@ -169,7 +169,7 @@ class FisherFit:
     ) -> None:
         self.gradients, self.corrected, self.memory_budget = gradients, corrected, memory_budget
         self.row_space = row_space
-        self.room = room_for_rows(memory_budget)
+        self.free_bytes = room_for_rows(memory_budget)
         self.keep_rows = keep_rows
         dense = [
             name
@@ -204,7 +204,7 @@ class FisherFit:
         moments = self._known[name][name] if name in self._known else None
         one = self._layer(name, moments, held=self.nbytes)
         staying = sum(coordinate_bytes(layer.rows) for layer in self._layers.values())
-        stays = staying + coordinate_bytes(one.rows) <= self.room // _RETAINED_SHARE
+        stays = staying + coordinate_bytes(one.rows) <= self.free_bytes // _RETAINED_SHARE
         self._layers[name] = one if stays else dataclasses.replace(one, rows=None)
         if isinstance(one.rows, Tensor) and not stays:
             self._spare = one.rows.view(-1)
@@ -235,10 +235,10 @@ class FisherFit:
             _sums(piece, form, budget, row_space=self.row_space) for piece in pieces[len(known) :]
         ]
         held += sum(3 * one.nbytes + one.row_bytes for one in sums)
-        room = self.room - held - gradients.largest_segment
+        free_bytes = self.free_bytes - held - gradients.largest_segment
         rows = None
         if self.corrected:
-            rows = held_rows(gradients, name, budget, held=held, room=room // 2)
+            rows = held_rows(gradients, name, budget, held=held, free_bytes=free_bytes // 2)
 
         def parts() -> Iterable[RowPart]:
             if rows is not None:
@@ -255,7 +255,7 @@ class FisherFit:
         taken = sum(part.factors.nbytes for part in rows or ())
         coordinates, spare, self._spare = None, self._spare, None
         if self.keep_rows:
-            coordinates = empty_rows(gradients, name, bases, room - taken, spare)
+            coordinates = empty_rows(gradients, name, bases, free_bytes - taken, spare)
         del spare  # if it was too small, free it before its replacement is filled
         held += coordinate_bytes(coordinates)
         squared = [torch.zeros_like(basis.values) for basis in bases]

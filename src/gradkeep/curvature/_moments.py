@@ -151,12 +151,12 @@ class LinearMoments(MatrixMoments):
         self.positions += len(rows.x)
 
 
-def _held(size: int, room: int) -> int:
+def _held(size: int, free_bytes: int) -> int:
     """Return how many positions of a side may be held: fewer than its length, or as many as fit."""
     if whole(size):
-        return size if room else 0
+        return size if free_bytes else 0
     # 16 bytes per held value: itself, in double precision, and in a vector.
-    return room // (16 * size)
+    return free_bytes // (16 * size)
 
 
 def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:

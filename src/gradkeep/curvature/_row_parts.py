@@ -50,7 +50,12 @@ def row_parts(
 
 
 def held_rows(
-    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int, room: int
+    gradients: Gradients,
+    layer: str,
+    memory_budget: float | str | None,
+    *,
+    held: int,
+    free_bytes: int,
 ) -> list[RowPart] | None:
     """Read all rows of a layer to iterate over them again; None if they take too many bytes.
 
@@ -59,13 +64,13 @@ def held_rows(
     one = only_layer(gradients, layer)
     # Raises for a budget that is too small.
     count = stream_shares(one, memory_budget, answer=held).train_rows
-    if one.rows([0]).factors[layer].widened().nbytes * len(one) > room:
+    if one.rows([0]).factors[layer].widened().nbytes * len(one) > free_bytes:
         return None
     parts, slopes = [], one.slopes()
     for some in one.stream(count):
         rows = some.factors[layer].widened()
-        room -= rows.nbytes
-        if room < 0:  # rows that follow have more positions than the first
+        free_bytes -= rows.nbytes
+        if free_bytes < 0:  # rows that follow have more positions than the first
             return None
         part = None if slopes is None else slopes[some.start : some.stop]
         parts.append(RowPart(some.start, some.stop, rows, part))

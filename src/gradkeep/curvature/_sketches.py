@@ -196,19 +196,19 @@ class Sjlt:
     def add(self, into: ProjectionSum, start: int, values: Tensor) -> None:
         """Add values `[b, P]` to rows from `start` on."""
         for low, fold in zip(self._starts, self._folds, strict=True):
-            room = values.new_zeros(len(values), 2 * fold.dim)
-            fold_into(room, values, fold._signs.to(values.device), fold._shifts, fold.dim)
-            both = room[:, : fold.dim].add_(room[:, fold.dim :])
+            target = values.new_zeros(len(values), 2 * fold.dim)
+            fold_into(target, values, fold._signs.to(values.device), fold._shifts, fold.dim)
+            both = target[:, : fold.dim].add_(target[:, fold.dim :])
             at = into.buffer[start : start + len(values), low : low + fold.dim]
             at.add_(both, alpha=self._scale)
 
 
-def fold_into(room: Tensor, values: Tensor, signs: Tensor, shifts: list[int], dim: int) -> None:
+def fold_into(target: Tensor, values: Tensor, signs: Tensor, shifts: list[int], dim: int) -> None:
     """Add values `[b, P]` with signs `[P]` to room `[b, 2 dim]`, block by block."""
     for block, shift in enumerate(shifts):
         part = slice(block * dim, (block + 1) * dim)
         some = values[:, part]
-        room[:, shift : shift + some.shape[1]].addcmul_(some, signs[part].to(values.dtype))
+        target[:, shift : shift + some.shape[1]].addcmul_(some, signs[part].to(values.dtype))
 
 
 def folded(values: Tensor, signs: Tensor, shifts: list[int], dim: int) -> Tensor:
@@ -216,9 +216,9 @@ def folded(values: Tensor, signs: Tensor, shifts: list[int], dim: int) -> Tensor
     if values.shape[-1] <= dim:
         return values * signs.to(values.dtype)
     flat = values.reshape(-1, values.shape[-1])
-    room = flat.new_zeros(len(flat), 2 * dim)
-    fold_into(room, flat, signs, shifts, dim)
-    return torch.add(room[:, :dim], room[:, dim:]).view(*values.shape[:-1], dim)
+    target = flat.new_zeros(len(flat), 2 * dim)
+    fold_into(target, flat, signs, shifts, dim)
+    return torch.add(target[:, :dim], target[:, dim:]).view(*values.shape[:-1], dim)
 
 
 class ProjectionSum:
@@ -375,10 +375,10 @@ class TensorSketch:
             into.buffer[start : start + count].index_add_(1, index, flat.reshape(count, -1))
             return
         for first in range(0, count, step):
-            room = into.buffer[start + first : start + min(first + step, count)]
+            target = into.buffer[start + first : start + min(first + step, count)]
             some = flat[first : first + step]
             for row, (shift, sign) in enumerate(zip(self._shifts.tolist(), signs, strict=True)):
-                room[:, shift : shift + self.width].add_(some[:, row], alpha=sign)
+                target[:, shift : shift + self.width].add_(some[:, row], alpha=sign)
 
     def add_blocks(
         self, into: ProjectionSum, start: int, suffixes: Tensor, prefixes: Tensor
@@ -396,9 +396,9 @@ class TensorSketch:
                 prefixes[first : first + step],
                 suffixes[first : first + step].t().unsqueeze(2),
             )
-            room = into.buffer[start + first : start + first + len(some)]
+            target = into.buffer[start + first : start + first + len(some)]
             for row, shift in enumerate(shifts):
-                room[:, shift : shift + width].addcmul_(some, times[row])
+                target[:, shift : shift + width].addcmul_(some, times[row])
 
     def add_spectrum(
         self,

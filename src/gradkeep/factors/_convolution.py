@@ -313,9 +313,9 @@ class Convolution(Form[ConvolutionRows]):
         groups, count = self.groups, len(directions)
         out = rows.wide.new_zeros(count, len(rows))
         item = rows.wide.element_size()
-        room = scratch // 4 // (item * self.weight_size)
+        free_bytes = scratch // 4 // (item * self.weight_size)
         kinds = min(scratch // 4, CACHED) // (item * self.filters * self.positions)
-        kinds = max(1, min(count, kinds, room))
+        kinds = max(1, min(count, kinds, free_bytes))
         shape = (groups, self.filters // groups, self.channels // groups, *self.kernel)
         for first in range(0, count, kinds):
             kernel = directions[first : first + kinds, : self.weight_size].view(-1, *shape)

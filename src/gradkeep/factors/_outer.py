@@ -322,8 +322,8 @@ class Outer(Form[OuterRows]):
         # Many positions and few directions at a time: fast matrix products.
         positions = max(parts.longest, min(1024, values))
         # Weights followed by a bias are copied, which takes half of the temporaries.
-        room = scratch // 2 // (rows.x.element_size() * self.restored_size)
-        kinds = max(1, min(values // positions, room))
+        free_bytes = scratch // 2 // (rows.x.element_size() * self.restored_size)
+        kinds = max(1, min(values // positions, free_bytes))
         for first in range(0, len(directions), kinds):
             weight, bias = self.split(directions[first : first + kinds])
             matrix = weight.reshape(-1, weight.shape[2]).t()

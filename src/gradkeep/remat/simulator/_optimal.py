@@ -297,11 +297,11 @@ def optimum_point(program: Program, budget: int, *, time_limit: float) -> Optimu
             f"{count} operators are too many for the integer program, at most {MAX_SWEEP_OPERATORS}"
         )
         return OptimumPoint("too large", count, message=message)
-    room = budget - graph.constant_bytes
-    if room < graph.bottleneck:
+    free_bytes = budget - graph.constant_bytes
+    if free_bytes < graph.bottleneck:
         least = graph.bottleneck + graph.constant_bytes
         return OptimumPoint("oom", count, message=f"no schedule takes fewer than {least} bytes")
-    optimum = optimal(graph, budget=room, time_limit=time_limit)
+    optimum = optimal(graph, budget=free_bytes, time_limit=time_limit)
     if optimum.schedule is None:
         unknown = optimum.status == "time limit"
         return OptimumPoint("unproven" if unknown else "oom", count, message=optimum.status)

@@ -329,10 +329,10 @@ def _eviction(where: str, command: _Command, budget: float, ratio: float | None)
     except RematError as error:
         raise add_location(error, f"{where}: heuristic: ") from error
     # Up to this budget the whole pool is scored.
-    below, room = command.no_sampling_below_ratio, ratio
-    if room is None:
-        below, room = command.no_sampling_below_budget, budget
-    tight = below is not None and room <= below
+    below, limit = command.no_sampling_below_ratio, ratio
+    if limit is None:
+        below, limit = command.no_sampling_below_budget, budget
+    tight = below is not None and limit <= below
     return {
         "heuristic": command.heuristic,
         "policy": command.policy,

@@ -345,8 +345,8 @@ def save_logs(
 
 def _copy_log(trial: Trial, log: Path, folder: Path) -> Path:
     batch = dict(trial.work.sizes)["batch_size"]
-    room = trial.ratio if trial.ratio is not None else trial.budget
-    words = "inf" if math.isinf(room) else f"{room:g}"
+    limit = trial.ratio if trial.ratio is not None else trial.budget
+    words = "inf" if math.isinf(limit) else f"{limit:g}"
     path = folder / f"{trial.model}-{batch}-{words}-{trial.work.key}.log"
     replace_file(path, log.read_text())
     return path

@@ -170,8 +170,8 @@ def batch_size_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[flo
         name = _LABELS["baseline"]
         if row["type"] != "baseline":
             budget = row["budget"]
-            room = "no budget" if budget is None else format_bytes(budget)
-            name = _LABELS[row["type"]].format(row.get("heuristic"), room)
+            label = "no budget" if budget is None else format_bytes(budget)
+            name = _LABELS[row["type"]].format(row.get("heuristic"), label)
         lines.setdefault(name, []).append((row["batch_size"], row["batch_size"] / row["time"]))
     return {name: sorted(points) for name, points in lines.items()}
 

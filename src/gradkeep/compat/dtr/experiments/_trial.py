@@ -287,9 +287,9 @@ def optimal_trial(log: Path, budget: float, *, time_limit: float) -> dict[str, A
     """Find the cheapest schedule of the recorded step, if its graph is small enough."""
     program = read_log(log)
     peak = unlimited_peak(program)
-    room = peak if math.isinf(budget) else int(budget)
+    allowed = peak if math.isinf(budget) else int(budget)
     start = time.perf_counter()
-    optimum = optimum_point(program, room, time_limit=time_limit)
+    optimum = optimum_point(program, allowed, time_limit=time_limit)
     result: dict[str, Any] = {
         "status": optimum.status,
         "budget": None if math.isinf(budget) else int(budget),
