@@ -63,7 +63,7 @@ def test_it_says_what_a_capture_says(language, tmp_path):
     model, train, queries = language
     captured(tmp_path, model, train, queries, "factors")
     task = gk.LanguageModeling()
-    found = gk.attribute_once(model, train, queries, task=task, damping=0.3)
+    found = gk.attribute_once(model, train, queries, task=task, method="kfac", damping=0.3)
     # Layers that share a prefix keep positions that only one of them uses: other moments, a little.
     near(found, gk.attribute(tmp_path, method="kfac", damping=0.3), 0.03)
     assert not found.exact
@@ -147,7 +147,7 @@ def test_what_cannot_be_done_is_refused(language):
     model, train, queries = language
     task = gk.LanguageModeling()
     with raises(BudgetError, "budget.queries", fix="fewer queries"):
-        gk.attribute_once(model, train, queries, task=task, memory_budget="1kB")
+        gk.attribute_once(model, train, queries, task=task, method="kfac", memory_budget="1kB")
     with raises(AttributionError, "attribute.unknown_method"):
         gk.attribute_once(model, train, queries, task=task, method="magic")
     with raises(BudgetError, "budget.captures"):

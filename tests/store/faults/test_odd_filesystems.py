@@ -22,7 +22,7 @@ def test_a_full_disk_is_told_and_the_work_resumes_when_there_is_room(kind, small
     work = (ack for step in (kit.capture, kit.rows) for ack in step(gs.LocalDisk(path), "full"))
     with pytest.raises(WriteFailedError, match="No space left on device") as refused:
         told.extend(work)
-    assert "free some space" in refused.value.fix
+    assert "Free some space" in refused.value.fix
     assert "ids 47 0" in told
     kit.check(path, told)
     assert gs.verify(gs.LocalDisk(path)).healthy
