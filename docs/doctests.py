@@ -1,4 +1,4 @@
-"""An extension of griffe: examples in docstrings are shown as code, not run together as text."""
+"""A griffe extension that shows doctests in docstrings as code."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ if TYPE_CHECKING:
 
 
 class Doctests(griffe.Extension):
-    """Puts a fence around everything from a `>>>` to the next empty line."""
+    """Fence everything from a `>>>` to the next empty line, also inside of an `Example:` section."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for everything that was read."""
+        """Rewrite the docstring of an object."""
         if obj.docstring is not None:
             obj.docstring.value = "\n".join(fenced(obj.docstring.value.splitlines()))
 
 
 def fenced(lines: list[str]) -> Iterator[str]:
-    """The lines with examples as blocks of code.
+    """Yield the lines with doctests as fenced blocks of code.
 
-    >>> list(fenced(["Adds.", "", ">>> 1 + 1", "2"]))
-    ['Adds.', '', '```pycon', '>>> 1 + 1', '2', '```']
+    >>> list(fenced(["Add.", "", "    >>> 1 + 1", "    2"]))
+    ['Add.', '', '    ```pycon', '    >>> 1 + 1', '    2', '    ```']
     """
-    inside = False
+    indent: str | None = None
     for line in lines:
-        if not inside and line.startswith(">>>"):
-            inside = True
-            yield "```pycon"
-        elif inside and not line.strip():
-            inside = False
-            yield "```"
+        if indent is None and line.lstrip().startswith(">>>"):
+            indent = line[: len(line) - len(line.lstrip())]
+            yield f"{indent}```pycon"
+        elif indent is not None and not line.strip():
+            yield f"{indent}```"
+            indent = None
         yield line
-    if inside:
-        yield "```"
+    if indent is not None:
+        yield f"{indent}```"
