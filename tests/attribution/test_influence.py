@@ -204,7 +204,7 @@ def test_the_model_is_left_in_its_mode(make_world):
         ({"curvature": "hessian", "model": nn.Linear(2, 2)}, "attribute.no_model", "no data"),
         (
             {"curvature": "fisher", "damping": 0.0},
-            "attribute.invalid",
+            "attribute.damping",
             "damping must be positive",
         ),
         ({"model": nn.Linear(2, 2), "data": []}, "attribute.other_weights", "weights [0-9a-f]{12}"),
