@@ -60,7 +60,7 @@ def test_pinned_tensors_are_no_longer_checkpoints():
     assert not dtr.is_checkpoint(one)
     dtr.set_memory_budget(None)
     assert not dtr.is_checkpoint(one)
-    with raises(BudgetError, "budget.invalid"):
+    with raises(BudgetError, "budget.not_positive"):
         dtr.set_memory_budget(0)
 
 
