@@ -97,12 +97,12 @@ def batch_of(rows: Sequence[ExampleRow]) -> dict[str, Any]:
 def check(batch: Batch, rows: Sequence[ExampleRow]) -> None:
     """Assert that a batch holds exactly these rows, as exactly as their encoding promises."""
     assert batch.ids.tolist() == ids_of(rows)
-    wanted = [row.values() for row in rows]
+    expected = [row.values() for row in rows]
     for array in (column.array for column in batch.columns):
-        found = batch[array.name]
-        assert len(found) == len(rows), array.name
-        for index, value in enumerate(wanted):
-            _check_value(array, found[index], value[array.name])
+        actual = batch[array.name]
+        assert len(actual) == len(rows), array.name
+        for index, value in enumerate(expected):
+            _check_value(array, actual[index], value[array.name])
 
 
 def check_column(array: Array, found: AnyArray | Ragged, rows: Sequence[ExampleRow]) -> None:

@@ -33,19 +33,19 @@ def values(ids):
     """Values that are never zero and never NaN, exact in each encoding."""
     ids = np.asarray(ids, np.int64).reshape(-1)
     number = (ids % 61 + 1).astype(np.float32)
-    found = {
+    actual = {
         name: np.broadcast_to(
             number.reshape(-1, *(1,) * len(SHAPES[name])), (len(ids), *SHAPES[name])
         )
         for name in FLOATS
     }
-    found["wide"] = found["wide"].astype(np.float64)
-    found["label"] = ids + 1
-    found["bits"] = np.ones((len(ids), 5), np.bool_)
-    found["tokens"] = [
+    actual["wide"] = actual["wide"].astype(np.float64)
+    actual["label"] = ids + 1
+    actual["bits"] = np.ones((len(ids), 5), np.bool_)
+    actual["tokens"] = [
         np.full((1 + i % 2, 2), n, np.float32) for i, n in zip(ids, number, strict=True)
     ]
-    return found
+    return actual
 
 
 ids_of_a_block = st.lists(st.integers(0, 60), min_size=1, max_size=14, unique=True)
@@ -99,13 +99,13 @@ def ask(reader, asked, present):
 
 
 def assert_right(batch):
-    wanted = values(batch.ids)
+    expected = values(batch.ids)
     for name in batch:
         if name == "tokens":
-            for row, right in enumerate(wanted[name]):
+            for row, right in enumerate(expected[name]):
                 np.testing.assert_array_equal(batch[name][row], right)
         else:
-            np.testing.assert_array_equal(batch[name], wanted[name])
+            np.testing.assert_array_equal(batch[name], expected[name])
 
 
 asked_for = st.lists(st.integers(0, 65), min_size=1, max_size=10)
@@ -149,9 +149,9 @@ def test_segments_in_quarantine(block, asked):
     write_some(store, ids, set())
     for number in holes:
         store.backend.move_aside(f"{KEY.folder}/seg/{number:06d}.safetensors")
-    found = store.read(KEY)
+    actual = store.read(KEY)
     if not holes:
-        ask(found, asked, ids)
+        ask(actual, asked, ids)
         return
     # Which ids are gone is not known: nothing is answered, not even with NaN.
     for fill in (None, math.nan):
