@@ -1,4 +1,4 @@
-"""An extension of griffe: examples in docstrings are shown as code, not run together as text."""
+"""griffe extension: fence the doctests of docstrings, so that they render as code."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ if TYPE_CHECKING:
 
 
 class Doctests(griffe.Extension):
-    """Puts a fence around everything from a `>>>` to the next empty line."""
+    """Fence everything from a `>>>` to the next empty line."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for everything that was read."""
+        """Fence the doctests of an object."""
         if obj.docstring is not None:
             obj.docstring.value = "\n".join(fenced(obj.docstring.value.splitlines()))
 
 
 def fenced(lines: list[str]) -> Iterator[str]:
-    """The lines with examples as blocks of code.
+    """Yield the lines with a fence around each doctest, at its indentation.
 
-    >>> list(fenced(["Adds.", "", ">>> 1 + 1", "2"]))
-    ['Adds.', '', '```pycon', '>>> 1 + 1', '2', '```']
+    >>> list(fenced(["Add.", "", "    >>> 1 + 1", "    2"]))
+    ['Add.', '', '    ```pycon', '    >>> 1 + 1', '    2', '    ```']
     """
-    inside = False
+    indent: str | None = None
     for line in lines:
-        if not inside and line.startswith(">>>"):
-            inside = True
-            yield "```pycon"
-        elif inside and not line.strip():
-            inside = False
-            yield "```"
+        text = line.lstrip()
+        if indent is None and text.startswith(">>>"):
+            indent = line[: len(line) - len(text)]
+            yield f"{indent}```pycon"
+        elif indent is not None and not text:
+            yield f"{indent}```"
+            indent = None
         yield line
-    if inside:
-        yield "```"
+    if indent is not None:
+        yield f"{indent}```"

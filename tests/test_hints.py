@@ -162,7 +162,7 @@ def test_every_call_in_a_hint_takes_its_arguments():
 
 
 def test_extras_in_hints_exist_and_are_installed_from_a_checkout():
-    from gradkeep._surroundings import install_hint
+    from gradkeep._environment import install_hint
 
     extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     known = set(extras["project"]["optional-dependencies"])

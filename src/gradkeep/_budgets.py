@@ -1,4 +1,4 @@
-"""Budgets as people write them: `2GiB`, `500 MB`, `1000000`, or a fraction such as `0.5`."""
+"""Parse and format budgets: `2GiB`, `500 MB`, `1000000`, or a fraction such as `0.5`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ _BYTES = "a number of bytes such as 2GiB, 500MB or 1000000"
 
 
 def parse_bytes(budget: str | float) -> int:
-    """Bytes from a budget for which a fraction has no meaning.
+    """Parse a budget in bytes; fractions raise.
 
     >>> parse_bytes("2GiB"), parse_bytes("1.5 kB"), parse_bytes(7), parse_bytes(1e6)
     (2147483648, 1500, 7, 1000000)
     """
-    found = parse_budget(budget)
-    if isinstance(found, float):
+    size = parse_budget(budget)
+    if isinstance(size, float):
         raise BudgetError(
-            "a fraction has no meaning here: there is nothing it could be a fraction of",
+            "a fraction is not possible here",
+            code="budget.fraction",
             found=repr(budget),
             expected=_BYTES,
         )
-    return found
+    return size
 
 
 def parse_budget(budget: str | float) -> int | float:
-    """Bytes as an int, or a fraction of the unlimited peak as a float above 0 and at most 1.
+    """Parse bytes as an int, or a fraction of the unlimited peak as a float above 0 and at most 1.
 
     A float, or text with a point and no unit, is a fraction unless it is above 1.
 
@@ -60,19 +61,20 @@ def parse_budget(budget: str | float) -> int | float:
         if isinstance(budget, float) and 0 < budget <= 1:
             return budget
         if isinstance(budget, float) and not budget.is_integer():
-            raise _not_a_budget(budget)  # 1.5 is neither a share nor a number of bytes
+            raise _not_a_budget(budget)  # 1.5 is neither a fraction nor a number of bytes
         bytes_ = budget
     if not 1 <= bytes_ < float("inf"):
         raise BudgetError(
-            "a budget is positive and finite",
+            "a budget must be positive and finite",
+            code="budget.not_positive",
             found=repr(budget),
-            expected=f"{_BYTES}, or where it has a meaning a fraction above 0 and at most 1",
+            expected=f"{_BYTES}, or a fraction above 0 and at most 1 where one is possible",
         )
     return int(bytes_)
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people.
+    """Format bytes in decimal units.
 
     >>> format_bytes(10061179152)
     '10.06 GB'
@@ -85,7 +87,8 @@ def format_bytes(count: float) -> str:
 
 def _not_a_budget(budget: object) -> BudgetError:
     return BudgetError(
-        "this is not a number of bytes",
+        "the budget is not a number of bytes",
+        code="budget.not_bytes",
         found=repr(budget),
-        expected=f"{_BYTES}, or where it has a meaning a fraction such as 0.5",
+        expected=f"{_BYTES}, or a fraction such as 0.5 where one is possible",
     )

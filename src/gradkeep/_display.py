@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def format_size(count: float) -> str:
-    """Bytes in decimal units.
+    """Format bytes in decimal units.
 
     >>> format_size(999), format_size(7_030_000), format_size(165_900_000_000)
     ('999 B', '7.0 MB', '165.9 GB')
@@ -31,7 +31,7 @@ def format_size(count: float) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """How many times smaller; a dash if that cannot be said.
+    """Format a compression ratio; a dash if it is unknown.
 
     >>> format_ratio(23.61), format_ratio(None)
     ('23.6x', '-')
@@ -40,7 +40,7 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A time in UTC, to the second; a dash if it is unknown.
+    """Format a time in UTC, to the second; a dash if it is unknown.
 
     >>> format_time(0.0), format_time(1_700_000_000.5)
     ('-', '2023-11-14 22:13:20')
@@ -49,7 +49,7 @@ def format_time(seconds: float) -> str:
 
 
 def head_and_tail(text: str, most: int = 64 << 10) -> str:
-    """A text of at most `most` characters: whole, or its beginning and end around what is left out.
+    """Shorten a text to at most `most` characters, keeping its beginning and end.
 
     >>> head_and_tail("a" * 1000 + "b" * 1000, 60)
     'aaaaaaaaa ... (about 1940 characters left out) ... bbbbbbbbb'
@@ -62,7 +62,7 @@ def head_and_tail(text: str, most: int = 64 << 10) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
-    """Aligned columns; those with a number in `right` are aligned to the right.
+    """Align columns; those with a number in `right` to the right.
 
     >>> print(text_table(["name", "rows"], [["train", "1437"], ["test", "360"]], right={1}))
     name   rows
@@ -81,7 +81,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
-    """The same as HTML, everything escaped.
+    """Build the same table as HTML, everything escaped.
 
     >>> html_table(["a<b"], [["&"]], right=set())
     '<table><thead><tr><th>a&lt;b</th></tr></thead><tbody><tr><td>&amp;</td></tr></tbody></table>'
@@ -91,8 +91,8 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
         def opened(at: int) -> str:
             return f'<{tag} style="text-align: right">' if at in right else f"<{tag}>"
 
-        made = (f"{opened(at)}{html.escape(cell)}</{tag}>" for at, cell in enumerate(cells))
-        return f"<tr>{''.join(made)}</tr>"
+        parts = (f"{opened(at)}{html.escape(cell)}</{tag}>" for at, cell in enumerate(cells))
+        return f"<tr>{''.join(parts)}</tr>"
 
     body = "".join(line("td", row) for row in rows)
     return f"<table><thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
@@ -161,7 +161,7 @@ class TextDisplay:
 
 
 class ShownBlock(Protocol):
-    """What is shown of a block of rows; `store.catalog.BlockFacts` has it."""
+    """Fields of a block of rows that are shown; `store.catalog.BlockFacts` has them."""
 
     @property
     def kind(self) -> str: ...
@@ -178,7 +178,7 @@ class ShownBlock(Protocol):
 
 
 def describe_rows(block: ShownBlock) -> str:
-    """How many rows there are, of how many, and how many wait to be sealed."""
+    """Describe how many rows there are, of how many, and how many are not sealed."""
     text = f"{block.rows}"
     if block.num_rows is not None and block.num_rows != block.rows:
         text += f" of {block.num_rows}"
@@ -186,7 +186,7 @@ def describe_rows(block: ShownBlock) -> str:
 
 
 def describe_state(block: ShownBlock) -> str:
-    """The state in a few words."""
+    """Describe the state of a block."""
     if block.state == "sealed" and block.kind != "rows":
         return f"sealed, version {block.version}" if block.version else "sealed"
     if block.kind == "rows" and block.state != "unreadable":
@@ -220,17 +220,17 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressReport(Protocol):
-    """What a long piece of work calls from time to time."""
+    """Progress callback of a long operation."""
 
     def __call__(self, done: int, total: int, doing: str = "") -> None:
-        """So many are done, of so many; `doing` says at what it is."""
+        """Report that `done` of `total` are done; `doing` describes the current step."""
 
 
 @contextmanager
-def progress(what: str, unit: str) -> Iterator[ProgressReport]:
-    """A function to call with how many are done, of how many; all goes to stderr."""
+def progress(title: str, unit: str) -> Iterator[ProgressReport]:
+    """Show progress on stderr; yields the callback."""
     if not sys.stderr.isatty():
-        yield _lines(what, unit)
+        yield _lines(title, unit)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -239,16 +239,16 @@ def progress(what: str, unit: str) -> Iterator[ProgressReport]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(*columns, TextColumn(unit), Remaining(), console=console) as bar:
-        task = bar.add_task(what)
+        task = bar.add_task(title)
 
         def update(done: int, total: int, doing: str = "") -> None:
-            told = f"{what}: {doing}" if doing else what
-            bar.update(task, completed=done, total=total, description=told)
+            text = f"{title}: {doing}" if doing else title
+            bar.update(task, completed=done, total=total, description=text)
 
         yield update
 
 
-def _lines(what: str, unit: str) -> ProgressReport:
+def _lines(title: str, unit: str) -> ProgressReport:
     last = time.monotonic()
 
     def report(done: int, total: int, doing: str = "") -> None:
@@ -257,6 +257,6 @@ def _lines(what: str, unit: str) -> ProgressReport:
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
             at = f" ({doing})" if doing else ""
-            print(f"{what}: {done} of {total} {unit}{at}", file=sys.stderr, flush=True)
+            print(f"{title}: {done} of {total} {unit}{at}", file=sys.stderr, flush=True)
 
     return report

@@ -1,4 +1,4 @@
-"""What rows look like to a person: images, texts and tables from the user's own data."""
+"""Previews of rows: images, texts and tables from the user's own data."""
 
 from __future__ import annotations
 
@@ -16,54 +16,68 @@ from gradkeep import _arguments
 from gradkeep.errors import CaptureError
 
 _LARGEST_SIDE = 128
-"""Pixels; larger images are thinned out to this."""
+"""Pixels; larger images are subsampled to this."""
 _LONGEST_TEXT = 4000
-_LONGEST_KEPT = 2000
+_LONGEST_STORED = 2000
 _MOST_CELLS = 40
 _MOST_TOKENS = 4096
 _LARGEST_FILE = 1 << 20
 _FILES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 COPIED_IMAGE, COPIED_TEXT, COPIED_TABLE = "preview_image", "preview_text", "preview_table"
-"""The columns in which a capture keeps previews, where that was asked for."""
+"""Columns in which a capture stores previews, if requested."""
 
 RowSource = Callable[[int], Any] | Sequence[Any] | Any
-"""A function of a row's id, or what holds the rows under their ids: a list, array, tensor, table."""
+"""Function of a row's id, or a container of rows by id: a list, array, tensor or table."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """A row as it is shown."""
+    """A row as it is shown.
+
+    Attributes:
+        image: A `data:` URL.
+        text: The text.
+        table: Names and values.
+        tokens: Words as the model reads them.
+        problem: What the user's function raised, if it did.
+    """
 
     image: str | None = None
-    """A `data:` URL."""
     text: str | None = None
     table: tuple[tuple[str, str], ...] = ()
-    """Names and values."""
     tokens: tuple[str, ...] = ()
     problem: str | None = None
-    """What the user's function raised, if it did."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to be seen."""
+        """True if there is nothing to show."""
         return self == ShownRow()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preview:
-    """How rows are shown: functions of a row's id, or lists, arrays or tables that hold the rows.
+    """Defines how rows are shown: functions of a row's id, or lists, arrays or tables of rows.
 
-    `image` gives pixels `[H, W]`, `[H, W, C]` or `[C, H, W]` (an array, a tensor, a PIL image, or the
-    bytes of a PNG or JPEG file), `text` a text, `table` a mapping of names to values (or a data
-    frame), `tokens` the words of a text as the model reads them, `classes` the names of labels.
-    Given to `gk.capture` previews are copied into the store; given to `gradkeep serve --data` nothing
-    is copied, and rows are asked for when they are looked at.
+    With `gk.capture` previews are copied into the store. With `gradkeep serve --data` nothing is copied, and rows are
+    read when they are viewed.
 
-    >>> preview = Preview(text=["a cat", "a dog"], classes=["cat", "dog"])
-    >>> preview.show(1).text
-    'a dog'
-    >>> preview.show(7).problem
-    'IndexError: list index out of range'
+    Attributes:
+        image: Pixels `[H, W]`, `[H, W, C]` or `[C, H, W]` (an array, a tensor, a PIL image, or the bytes of a
+            PNG or JPEG file).
+        text: A text.
+        table: A mapping of names to values, or a data frame.
+        tokens: The words of a text as the model reads them.
+        classes: Names of labels.
+
+    Raises:
+        CaptureError: An argument is neither a function nor a container of rows.
+
+    Example:
+        >>> preview = Preview(text=["a cat", "a dog"], classes=["cat", "dog"])
+        >>> preview.show(1).text
+        'a dog'
+        >>> preview.show(7).problem
+        'IndexError: list index out of range'
     """
 
     image: RowSource | None = None
@@ -87,69 +101,97 @@ class Preview:
             object.__setattr__(self, "classes", tuple(named))
 
     def show(self, row: int) -> ShownRow:
-        """A row as it is shown; what the user's functions raise is told in its place."""
+        """Return a row as it is shown; exceptions of the user's functions become its `problem`.
+
+        Args:
+            row: Id of the row.
+
+        Returns:
+            The preview of the row.
+        """
         _arguments.count("row", row, error=CaptureError, least=-_arguments.LARGEST)
         try:
             return ShownRow(
-                image=None if self.image is None else image_url(_found(self.image, row)),
-                text=None if self.text is None else _as_text(_found(self.text, row)),
-                table=() if self.table is None else _as_table(_found(self.table, row)),
-                tokens=() if self.tokens is None else _as_tokens(_found(self.tokens, row)),
+                image=None if self.image is None else image_url(_lookup(self.image, row)),
+                text=None if self.text is None else _as_text(_lookup(self.text, row)),
+                table=() if self.table is None else _as_table(_lookup(self.table, row)),
+                tokens=() if self.tokens is None else _as_tokens(_lookup(self.tokens, row)),
             )
-        except Exception as error:  # the user's code: whatever it raises is theirs to see
-            said = " ".join(str(error).split())[:300]
-            return ShownRow(problem=f"{type(error).__name__}: {said}" if said else str(type(error)))
+        except Exception as error:  # user code may raise anything
+            message = " ".join(str(error).split())[:300]
+            return ShownRow(
+                problem=f"{type(error).__name__}: {message}" if message else str(type(error))
+            )
 
     def name_of(self, label: int | None) -> str | None:
-        """The name of a label, if it has one."""
+        """Return the name of a label, if it has one.
+
+        Args:
+            label: The label, or None.
+
+        Returns:
+            The name, or None.
+        """
         if label is None or self.classes is None or not 0 <= label < len(self.classes):
             return None
         return self.classes[label]
 
     def copied(self, ids: Sequence[int]) -> dict[str, list[str]]:
-        """The columns in which a capture keeps what these rows look like."""
+        """Return the columns in which a capture stores previews of these rows.
+
+        Args:
+            ids: Ids of the rows.
+
+        Returns:
+            Texts by column.
+
+        Raises:
+            CaptureError: A function of the preview raised.
+        """
         shown = [self.show(row) for row in ids]
         problems = [one.problem for one in shown if one.problem is not None]
         if problems:
             raise CaptureError(
-                "a preview that is copied must not raise",
+                "a function of the preview raised",
+                code="capture.preview_raised",
                 found=problems[0],
-                fix="mend the function, or give it to gradkeep serve --data, where it may",
+                fix="Correct the function, or use it with gradkeep serve --data, which "
+                "shows the error.",
             )
-        found: dict[str, list[str]] = {}
+        columns: dict[str, list[str]] = {}
         if self.image is not None:
-            found[COPIED_IMAGE] = [one.image or "" for one in shown]
+            columns[COPIED_IMAGE] = [one.image or "" for one in shown]
         if self.text is not None:
-            found[COPIED_TEXT] = [one.text or "" for one in shown]
+            columns[COPIED_TEXT] = [one.text or "" for one in shown]
         if self.table is not None:
-            found[COPIED_TABLE] = [json.dumps(one.table) for one in shown]
-        return found
+            columns[COPIED_TABLE] = [json.dumps(one.table) for one in shown]
+        return columns
 
 
-def row_from_texts(kept: Mapping[str, str]) -> ShownRow | None:
-    """A row from the texts that its capture kept, by their names: one as it is, several as a table.
+def row_from_texts(stored: Mapping[str, str]) -> ShownRow | None:
+    """Build a preview from stored texts by name: one as it is, several as a table.
 
     >>> row_from_texts({"source": "web", "text": "a longer text"})
     ShownRow(image=None, text='a longer text', table=(('source', 'web'),), tokens=(), problem=None)
     """
-    if not kept:
+    if not stored:
         return None
     copied = (COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT)
-    own = {name: text for name, text in kept.items() if name not in copied and text}
-    table = tuple((str(a), str(b)) for a, b in json.loads(kept.get(COPIED_TABLE) or "[]"))
-    text = kept.get(COPIED_TEXT) or None
+    own = {name: text for name, text in stored.items() if name not in copied and text}
+    table = tuple((str(a), str(b)) for a, b in json.loads(stored.get(COPIED_TABLE) or "[]"))
+    text = stored.get(COPIED_TEXT) or None
     if text is None and own:
         longest = max(own, key=lambda name: len(own[name]))
         text = own.pop(longest)
-    table += tuple((name, value[:_LONGEST_KEPT]) for name, value in own.items())
-    image = kept.get(COPIED_IMAGE) or None
+    table += tuple((name, value[:_LONGEST_STORED]) for name, value in own.items())
+    image = stored.get(COPIED_IMAGE) or None
     if image is not None and not image.startswith("data:image/"):
         image = None
-    return ShownRow(image, None if text is None else text[:_LONGEST_KEPT], table)
+    return ShownRow(image, None if text is None else text[:_LONGEST_STORED], table)
 
 
 def image_url(pixels: Any) -> str:
-    """An image as a `data:` URL, as PNG.
+    """Encode an image as a `data:` URL, as PNG.
 
     >>> image_url(np.eye(2))[:30]
     'data:image/png;base64,iVBORw0K'
@@ -158,14 +200,14 @@ def image_url(pixels: Any) -> str:
         for begin, kind in _FILES.items():
             if pixels.startswith(begin) and len(pixels) <= _LARGEST_FILE:
                 return f"data:{kind};base64,{base64.b64encode(pixels).decode()}"
-        raise ValueError("these bytes are no PNG, JPEG or GIF file of at most 1 MiB")
+        raise ValueError("image bytes must be a PNG, JPEG or GIF file of at most 1 MiB")
     values = np.asarray(pixels.detach().cpu() if hasattr(pixels, "detach") else pixels)
     if values.ndim == 3 and values.shape[0] in (1, 3, 4) and values.shape[2] not in (1, 3, 4):
         values = np.moveaxis(values, 0, 2)
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[:, :, 0]
     if not 2 <= values.ndim <= 3 or not values.size or (values.ndim == 3 and values.shape[2] > 4):
-        raise ValueError(f"an image is [H, W], [H, W, C] or [C, H, W], not {values.shape}")
+        raise ValueError(f"an image must be [H, W], [H, W, C] or [C, H, W], got {values.shape}")
     step = -(-max(values.shape[:2]) // _LARGEST_SIDE)
     values = values[::step, ::step]
     if values.dtype != np.uint8:
@@ -178,7 +220,7 @@ def image_url(pixels: Any) -> str:
 
 
 def _png(values: np.ndarray[Any, Any]) -> bytes:
-    """The bytes of a PNG file, which needs nothing but zlib."""
+    """Encode a PNG file, using only zlib."""
     kinds = {1: 0, 2: 4, 3: 2, 4: 6}
     height, width = values.shape[:2]
     channels = 1 if values.ndim == 2 else values.shape[2]
@@ -198,10 +240,10 @@ def _png(values: np.ndarray[Any, Any]) -> bytes:
     )
 
 
-def _found(source: Any, row: int) -> Any:
+def _lookup(source: Any, row: int) -> Any:
     if callable(source):
         return source(row)
-    if hasattr(source, "iloc"):  # a data frame, whose rows are meant by place
+    if hasattr(source, "iloc"):  # a data frame: rows by position
         return source.iloc[row]
     return source[row]
 
@@ -214,8 +256,8 @@ def _as_table(value: Any) -> tuple[tuple[str, str], ...]:
     if hasattr(value, "to_dict"):
         value = value.to_dict()
     if not isinstance(value, Mapping):
-        given = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value).reshape(-1)
-        value = {str(place): one.item() for place, one in enumerate(given[:_MOST_CELLS])}
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value).reshape(-1)
+        value = {str(place): one.item() for place, one in enumerate(array[:_MOST_CELLS])}
     cells = list(value.items())[:_MOST_CELLS]
     return tuple((str(name)[:200], _cell(cell)) for name, cell in cells)
 

@@ -1,4 +1,4 @@
-"""Package names that are imported when they are first used."""
+"""Lazy imports of public names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, which correlations of ranks are made of."""
+"""Ranks, and rank correlations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def ranks(values: AnyArray) -> AnyArray:
-    """Ranks along the first axis, equal values sharing the mean of theirs, `[m, t]`."""
+    """Return ranks along the first axis, `[m, t]`; equal values share the mean of theirs."""
     order = np.argsort(values, axis=0, kind="stable")
     out = np.empty(values.shape)
     for column in range(values.shape[1]):
@@ -24,20 +24,20 @@ def ranks(values: AnyArray) -> AnyArray:
 
 
 def column_correlations(one: AnyArray, other: AnyArray) -> AnyArray:
-    """Spearman's correlation of each column of two tables `[m, t]` -> `[t]`; NaN where one is constant."""
-    left, right = (values - values.mean(0) for values in (ranks(one), ranks(other)))
-    size = np.sqrt((left * left).sum(0) * (right * right).sum(0))
+    """Return Spearman's correlation `[t]` of columns of two tables `[m, t]`; NaN if one is constant."""
+    first, second = (values - values.mean(0) for values in (ranks(one), ranks(other)))
+    size = np.sqrt((first * first).sum(0) * (second * second).sum(0))
     out = np.full_like(size, np.nan)
-    return np.asarray(np.divide((left * right).sum(0), size, out=out, where=size > 0))
+    return np.asarray(np.divide((first * second).sum(0), size, out=out, where=size > 0))
 
 
 def rank_correlation(one: AnyArray, other: AnyArray) -> float:
-    """Spearman's correlation of two lists of numbers `[m]`; 0 where one of them is constant.
+    """Return Spearman's correlation of two lists of numbers `[m]`; 0 if one of them is constant.
 
     >>> rank_correlation(np.array([1.0, 2.0, 9.0]), np.array([2.0, 4.0, 5.0]))
     1.0
     """
-    left, right = (ranks(values.reshape(-1, 1))[:, 0] for values in (one, other))
-    left, right = left - left.mean(), right - right.mean()
-    size = float(np.sqrt((left * left).sum() * (right * right).sum()))
-    return float((left * right).sum()) / size if size else 0.0
+    first, second = (ranks(values.reshape(-1, 1))[:, 0] for values in (one, other))
+    first, second = first - first.mean(), second - second.mean()
+    size = float(np.sqrt((first * first).sum() * (second * second).sum()))
+    return float((first * second).sum()) / size if size else 0.0

@@ -88,8 +88,8 @@ class StoreTests:
         for key in ("a", "f/b", "f/c"):
             _put(backend, key, key.encode())
         assert backend.delete(["a", "missing", "f/b"], durability="full") == 2
-        aside = backend.move_aside("f/c")
-        assert (aside.partition("/")[0], backend.read(aside)) == ("quarantine", b"f/c")
+        moved = backend.move_aside("f/c")
+        assert (moved.partition("/")[0], backend.read(moved)) == ("quarantine", b"f/c")
         assert [_put(backend, key, b"new") for key in ("a", "f/b", "f/c")] == [True] * 3
         assert list(backend.leftovers(older_than=0.0)) == []
 

@@ -105,7 +105,7 @@ def test_options_saved_scores_and_suspects(config, call):
         opened.read(gk.store.CaptureKey(c, "train")).column("loss") for c in ("early", "late")
     ]
     assert ranked.ids.tolist() == np.argsort(-np.mean(losses, 0), kind="stable").tolist()
-    assert "the model says" in call("suspects", store, "--by", "self")
+    assert "predicted" in call("suspects", store, "--by", "self")
     assert "by must be" in call("suspects", store, "--by", "looks", code=2)
 
 

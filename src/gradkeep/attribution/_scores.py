@@ -11,8 +11,8 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._display import ResultTable, TableDisplay
+from gradkeep._environment import install_hint
 from gradkeep._ranks import ranks
-from gradkeep._surroundings import install_hint
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtraError

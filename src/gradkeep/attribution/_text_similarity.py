@@ -9,7 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.attribution._scores import Scores
 from gradkeep.errors import AttributionError, MissingExtraError
 

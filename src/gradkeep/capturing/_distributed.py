@@ -24,7 +24,7 @@ import torch
 import gradkeep.store as gs
 from gradkeep import farm
 from gradkeep._display import progress as show_progress
-from gradkeep._surroundings import torch_threads
+from gradkeep._environment import torch_threads
 from gradkeep.capturing._batches import batch_size, digests
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker

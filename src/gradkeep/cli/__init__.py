@@ -8,7 +8,7 @@ def main() -> None:
     import sys
 
     try:
-        from gradkeep._surroundings import forget_stored_folders
+        from gradkeep._environment import forget_stored_folders
 
         forget_stored_folders()
         from gradkeep.cli._app import run

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep._surroundings import torch_threads
+from gradkeep._environment import torch_threads
 from gradkeep.cli._evaluation_output import ResultOptions, save_evaluations
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training

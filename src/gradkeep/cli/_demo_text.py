@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep._surroundings import torch_threads
+from gradkeep._environment import torch_threads
 from gradkeep.cli._demo_digits import write_page
 from gradkeep.data import GPT
 from gradkeep.data._texts import Vocabulary

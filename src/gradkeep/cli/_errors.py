@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep import __version__
 from gradkeep._display import head_and_tail
-from gradkeep._surroundings import cache_folder
+from gradkeep._environment import cache_folder
 from gradkeep.cli._options import print_json
 from gradkeep.errors import GradkeepError
 

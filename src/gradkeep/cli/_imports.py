@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._arguments import short_repr
-from gradkeep._surroundings import enclosing_store
+from gradkeep._environment import enclosing_store
 from gradkeep.cli._errors import is_user_code
 from gradkeep.cli._files import input_file, input_text
 from gradkeep.errors import EvaluationError

@@ -12,7 +12,7 @@ import typer
 
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.cli._files import input_file, output_file
 from gradkeep.cli._imports import load_object, load_recipe
 from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json

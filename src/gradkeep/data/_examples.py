@@ -12,7 +12,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields, checked
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep._arguments import checked
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.data._examples import Scaling, check_name
 from gradkeep.errors import DataError, MissingExtraError
 

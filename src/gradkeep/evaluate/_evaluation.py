@@ -14,8 +14,8 @@ import xxhash
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._display import TextDisplay
+from gradkeep._environment import install_hint
 from gradkeep._ranks import ranks
-from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, MissingExtraError, NotSealedError, SchemaMismatchError
 from gradkeep.store import Array, EvaluationKey, Schema, Store
 from gradkeep.store import open as open_store

@@ -15,7 +15,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._display import TextDisplay
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtraError
 from gradkeep.evaluate._lds import places_of
 from gradkeep.evaluate._verified import verify_rows

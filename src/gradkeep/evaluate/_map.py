@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.curvature._project import project
 from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import EvaluationError, MissingExtraError

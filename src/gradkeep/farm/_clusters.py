@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
-from gradkeep._surroundings import import_extra
+from gradkeep._environment import import_extra
 from gradkeep.errors import FarmError
 from gradkeep.farm._job import check_workers
 from gradkeep.farm._local import LocalProcesses

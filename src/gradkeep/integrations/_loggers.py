@@ -11,7 +11,7 @@ import numpy as np
 
 from gradkeep import _arguments, remat
 from gradkeep._arguments import checked
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.attribution._suspects import suspects
 from gradkeep.errors import GradkeepError, MissingExtraError, StoreError
 from gradkeep.evaluate import evaluations

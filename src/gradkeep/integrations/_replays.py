@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gradkeep.store as gs
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.capturing._capture import capture
 from gradkeep.errors import CaptureError, MissingExtraError
 

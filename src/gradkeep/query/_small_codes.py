@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradkeep import _arguments
-from gradkeep._surroundings import torch_threads
+from gradkeep._environment import torch_threads
 from gradkeep.errors import QueryError
 from gradkeep.query._engine import GradientPair, ProductEngine
 

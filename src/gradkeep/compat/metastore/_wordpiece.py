@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:

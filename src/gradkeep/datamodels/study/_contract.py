@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments, farm
-from gradkeep._surroundings import enclosing_store
+from gradkeep._environment import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import DatamodelsError, SchemaMismatchError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.errors import MissingExtraError, RematError
 from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, keep_all, validate_schedule
 

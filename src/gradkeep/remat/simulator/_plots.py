@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._surroundings import install_hint
+from gradkeep._environment import install_hint
 from gradkeep.errors import MissingExtraError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from gradkeep._budgets import parse_bytes
-from gradkeep._surroundings import cache_folder, import_extra
+from gradkeep._environment import cache_folder, import_extra
 from gradkeep.errors import ReadOnlyError, StoreError, WriteFailedError
 from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._surroundings import import_extra
+from gradkeep._environment import import_extra
 
 if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Array

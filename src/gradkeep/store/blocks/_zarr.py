@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._surroundings import import_extra
+from gradkeep._environment import import_extra
 from gradkeep.errors import NotSealedError, StoreError
 from gradkeep.store.blocks._manifest import open_segment
 

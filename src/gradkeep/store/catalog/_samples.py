@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep._surroundings import import_extra
+from gradkeep._environment import import_extra
 from gradkeep.errors import DamagedError, ReadOnlyError
 
 if TYPE_CHECKING:

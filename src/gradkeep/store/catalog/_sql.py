@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from gradkeep._display import html_table, text_table
-from gradkeep._surroundings import import_extra
+from gradkeep._environment import import_extra
 from gradkeep.errors import DamagedError, StoreError
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
 from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs

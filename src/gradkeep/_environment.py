@@ -1,4 +1,4 @@
-"""The surroundings of a process: cache folder, cores, and stores that lie around a path."""
+"""Environment of a process: cache folder, extras, enclosing stores and torch threads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """Where this user's caches of ours are: below `XDG_CACHE_HOME`, or else `~/.cache`.
+    """Return the user's cache folder: below `XDG_CACHE_HOME`, or else `~/.cache`.
 
-    RuntimeError where nobody is at home.
+    RuntimeError without a home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gradkeep"
 
 
 def install_hint(extra: str) -> str:
-    """Say how an optional dependency is installed: from a checkout, as gradkeep is on no package index."""
+    """Return the command that installs an extra, from a checkout of gradkeep."""
     checkout = Path(__file__).parents[2]
     place = checkout if (checkout / "pyproject.toml").is_file() else Path()
     where = "" if place == checkout else " in a checkout of gradkeep"
@@ -33,12 +33,12 @@ def install_hint(extra: str) -> str:
 
 
 def import_extra(module: str, *, extra: str, what: str) -> Any:
-    """Import an optional dependency, or say how it is installed.
+    """Import an optional dependency, or raise with the command that installs it.
 
     Args:
-        module: The module to import.
-        extra: The extra of gradkeep that installs it.
-        what: The feature that needs it.
+        module: Module to import.
+        extra: Extra of gradkeep that installs it.
+        what: Feature that needs it.
 
     Raises:
         MissingExtraError: It is not installed.
@@ -54,7 +54,7 @@ def import_extra(module: str, *, extra: str, what: str) -> Any:
 def enclosing_store(path: str | os.PathLike[str]) -> str | None:
     """Find the store whose folder contains a path, or None.
 
-    Code is never imported from there: a store may have come from a stranger.
+    Code is never imported from there: a store may come from an untrusted source.
 
     >>> enclosing_store("/") is None
     True
@@ -67,7 +67,7 @@ def enclosing_store(path: str | os.PathLike[str]) -> str | None:
 
 
 def forget_stored_folders() -> None:
-    """Keep this process and its children from importing modules of a store they are started in.
+    """Prevent this process and its children from importing modules of a store they are started in.
 
     `python -m` and `python -c` search the current directory first.
     """
@@ -78,17 +78,17 @@ def forget_stored_folders() -> None:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch take so many threads while the block runs.
+    """Set the number of torch threads while the block runs.
 
-    One is best for thousands of short steps: several wait for each other after every one, for
-    minutes where other processes are running too.
+    One is best for thousands of short steps: several threads wait for each other after every step, for a long time
+    if other processes are running too.
 
     >>> import torch
     >>> with torch_threads(1):
     ...     torch.get_num_threads()
     1
     """
-    import torch  # here: commands that run no model never load it
+    import torch  # imported here: commands without a model never load it
 
     before = torch.get_num_threads()
     torch.set_num_threads(count)
