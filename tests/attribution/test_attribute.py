@@ -25,8 +25,8 @@ def world(make_world):
     return world.store, truth
 
 
-def close(found, wanted):
-    return np.allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
+def close(actual, expected):
+    return np.allclose(actual, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_dot_and_cos_are_products_and_angles(world):
@@ -98,7 +98,7 @@ def test_top_and_bottom_are_ranked_by_id(world):
         ({"method": "dot", "checkpoint": "epoch-1"}, "attribute.unknown_option", "'checkpoint'"),
         ({"method": "dot", "refine": "whole"}, "attribute.refine", "gk.query.top"),
         ({"damp": 1.0}, "attribute.unknown_option", "Did you mean damping"),
-        ({"damping": 0.0}, "attribute.invalid", "damping must be positive"),
+        ({"damping": 0.0}, "attribute.damping", "damping must be positive"),
         ({"damping": "auto"}, "attribute.no_subsets", "subsets="),
         ({"weight": "p"}, "argument.invalid", "^weight must be"),
         (

@@ -88,8 +88,8 @@ def capture(store, kind, keep="factors", query_keep=None, dtype=torch.float32, *
     return model
 
 
-def near(found, wanted, by=1e-5):
-    return np.abs(found - wanted).max() <= by * np.abs(wanted).max()
+def near(actual, expected, by=1e-5):
+    return np.abs(actual - expected).max() <= by * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("method", ["dot", "kfac", "ekfac"])

@@ -77,7 +77,7 @@ def test_similarity_is_the_cosine_of_embeddings(world, layer, upto):
 
 
 def vote(near, agree, k):
-    """What the k nearest of some rows are worth: the share of k that agrees."""
+    """Return the value of the k nearest of some rows: the share of k that agrees."""
     order = np.argsort(near, kind="stable")[:k]
     return sum(agree[order]) / k
 

@@ -90,8 +90,8 @@ class Curved:
         return gk.attribute(self.store, method=method, curvature=kind, **options)
 
 
-def close(found, wanted, tolerance=2e-3):
-    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+def close(actual, expected, tolerance=2e-3):
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", KINDS)

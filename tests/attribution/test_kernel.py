@@ -49,8 +49,8 @@ def by_hand(truth, at, *, weight="q", damping=1.0, q=None):
     return torch.stack(parts).mean(0).numpy()
 
 
-def close(found, wanted):
-    return np.abs(found - wanted).max() <= 2e-4 * np.abs(wanted).max()
+def close(actual, expected):
+    return np.abs(actual - expected).max() <= 2e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("weight", ["q", "q(1-q)", "none"])

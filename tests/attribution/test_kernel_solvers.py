@@ -80,7 +80,7 @@ def world(request, make_world):
 
 
 def dense_scores(x, g, weight, pull, damping=1.0):
-    """What is wanted, written out in float64."""
+    """Compute the expected scores in float64."""
     lam = damping * (weight * x.square().sum(1)).mean()
     s = weight.sqrt()
     kernel = s.unsqueeze(1) * (x @ x.T) * s + lam * torch.eye(len(x), dtype=x.dtype)
@@ -89,8 +89,8 @@ def dense_scores(x, g, weight, pull, damping=1.0):
     ).T.numpy()
 
 
-def near(found, wanted, relative=1e-3):
-    return np.abs(found - wanted).max() <= relative * np.abs(wanted).max()
+def near(actual, expected, relative=1e-3):
+    return np.abs(actual - expected).max() <= relative * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("way", KERNEL_METHODS)

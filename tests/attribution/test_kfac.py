@@ -149,9 +149,9 @@ def matrices(model, data, module):
     return weight, rest
 
 
-def inverse_products(fisher, left, right, damping):
+def inverse_products(fisher, factors, right, damping):
     """left (F + damping)^-1 right^T"""
-    return left @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), right.T)
+    return factors @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), right.T)
 
 
 def by_factors(model, data, module, *, corrected, relative):
@@ -194,8 +194,8 @@ def whole(model, data, module, *, relative):
     return inverse_products(moment, q, n, relative * np.trace(moment) / len(moment))
 
 
-def close(found, wanted, tolerance=3e-4):
-    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+def close(actual, expected, tolerance=3e-4):
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])

@@ -37,9 +37,11 @@ def captured(store, model, train, queries, keep):
         )
 
 
-def near(found, wanted, bound):
-    assert found.shape == wanted.shape
-    assert np.linalg.norm(found.numpy() - wanted.numpy()) < bound * np.linalg.norm(wanted.numpy())
+def near(actual, expected, bound):
+    assert actual.shape == expected.shape
+    assert np.linalg.norm(actual.numpy() - expected.numpy()) < bound * np.linalg.norm(
+        expected.numpy()
+    )
 
 
 def test_products_are_those_of_autograd(language):

@@ -16,7 +16,7 @@ from gradkeep.errors import AttributionError
 
 @dataclass(frozen=True)
 class SignOptions:
-    """What `signs` can be told."""
+    """Options of `signs`."""
 
     scale: float = 1.0
 

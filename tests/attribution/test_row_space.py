@@ -46,8 +46,8 @@ def without_row_space(monkeypatch):
     monkeypatch.setattr(_kfac, "FisherFit", Whole)
 
 
-def close(found, wanted, tolerance=5e-4):
-    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+def close(actual, expected, tolerance=5e-4):
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def in_double(store, method, damping):

@@ -108,11 +108,11 @@ def layout(content):
     return {**header, "__metadata__": sorted(header["__metadata__"])}
 
 
-def assert_same_segments(found, expected):
-    assert list(found) == list(expected)
+def assert_same_segments(actual, expected):
+    assert list(actual) == list(expected)
     for name, content in expected.items():
-        assert layout(found[name]) == layout(content)
-        now, then = (safetensors.numpy.load(part) for part in (found[name], content))
+        assert layout(actual[name]) == layout(content)
+        now, then = (safetensors.numpy.load(part) for part in (actual[name], content))
         for array, values in then.items():
             if array in LENGTHS:
                 np.testing.assert_array_max_ulp(now[array], values)

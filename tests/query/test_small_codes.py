@@ -84,8 +84,8 @@ def append(store, rows, first):
         writer.append(first + np.arange(len(rows)), {"w.gradient": rows.numpy()})
 
 
-def recall(found, exact):
-    pairs = zip(found.ids.tolist(), exact.ids.tolist(), strict=True)
+def recall(actual, exact):
+    pairs = zip(actual.ids.tolist(), exact.ids.tolist(), strict=True)
     return np.mean([len(set(a) & set(b)) / len(b) for a, b in pairs])
 
 

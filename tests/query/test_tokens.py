@@ -154,10 +154,10 @@ def test_what_is_not_kept_by_token_is_refused(store):
 
 
 def test_a_capture_that_was_begun_without_places_goes_on_without(store, monkeypatch):
-    from gradkeep.capturing import _keeping
+    from gradkeep.capturing import _storage
 
     with monkeypatch.context() as patched:
-        patched.setattr(_keeping, "_with_places", lambda keeping, piece, tokens: keeping)
+        patched.setattr(_storage, "_with_places", lambda storage, piece, tokens: storage)
         world(store)
     world(store)  # the same again is the same capture
     train = gk.gradients(store, split="train")

@@ -156,7 +156,7 @@ def test_what_is_removed_on_purpose_is_not_missed(store):
 
 
 def test_a_version_without_its_record_is_read_and_recorded_by_the_next(store):
-    """What a writer leaves that dies between the two."""
+    """Leave the state of a writer that died between the two."""
     shutil.rmtree(at(store, "heads"))
     assert damaged(store) == []
     assert store.read(KEY).version == 2

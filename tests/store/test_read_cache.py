@@ -1,4 +1,4 @@
-"""What was read from far away is kept here: right, or fetched again; never more than allowed."""
+"""The read cache of buckets: values are right or fetched again, and its size is limited."""
 
 import errno
 import os

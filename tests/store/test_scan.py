@@ -1,4 +1,4 @@
-"""What a scan of the files says of runs, checkpoints and blocks."""
+"""Scans of the files: runs, checkpoints and blocks."""
 
 import os
 import time

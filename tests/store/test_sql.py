@@ -32,10 +32,10 @@ def values(count):
     }
 
 
-def write(store, key, arrays, given, **options):
-    count = len(next(iter(given.values())))
+def write(store, key, arrays, columns, **options):
+    count = len(next(iter(columns.values())))
     with store.write(key, gk.store.Schema(arrays, rows_per_segment=4), **options) as writer:
-        writer.append(np.arange(writer.position, writer.position + count), given)
+        writer.append(np.arange(writer.position, writer.position + count), columns)
 
 
 @pytest.fixture

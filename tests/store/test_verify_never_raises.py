@@ -42,7 +42,7 @@ def keys_of(store):
 
 
 NOT_RECORDED = ("/claims/", "/failed/", ".parquet", "heads/")
-"""What is not missed by its own name: leases, derived files, second records, and failed attempts, of which the
+"""Files whose loss is not noticed by name: leases, derived files, second records, and failed attempts, of which the
 record is named."""
 
 

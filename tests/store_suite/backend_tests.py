@@ -1,4 +1,4 @@
-"""What every backend must do with bytes under names."""
+"""Requirements of every backend: bytes under names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store must do on every backend: write, resume, version, share, notice damage."""
+"""Requirements of a store on every backend: write, resume, version, share, notice damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fault tests share: rows with known values, resumable work, checks, a fork server.
+"""Helpers of the fault tests: rows with known values, resumable work, checks, a fork server.
 
 A piece of work is a generator: it does one thing after the other to a store and yields a word each
 time the store has acknowledged something. It can be begun again at any moment, on whatever a kill
@@ -60,7 +60,7 @@ PLAIN_ROWS = (0, 2)
 
 
 def values(ids):
-    """The one right value of every array for these ids, exact in each encoding."""
+    """Return the right value of every array for these ids, exact in each encoding."""
     ids = np.asarray(ids, np.int64)
     column = ids[:, None]
     return {
@@ -314,16 +314,16 @@ def tree(path, *, without=("STORE.json",)):
     return actual
 
 
-def assert_same_tree(path, wanted):
+def assert_same_tree(path, expected):
     """The store holds exactly the wanted files, byte for byte."""
     actual = tree(path)
-    assert_same(actual, wanted)
+    assert_same(actual, expected)
 
 
-def assert_same(found, wanted):
+def assert_same(actual, expected):
     """Two trees are the same, byte for byte."""
-    assert sorted(found) == sorted(wanted)
-    differing = [key for key in found if found[key] != wanted[key]]
+    assert sorted(actual) == sorted(expected)
+    differing = [key for key in actual if actual[key] != expected[key]]
     assert not differing
 
 
@@ -417,7 +417,7 @@ def tell(log, word):
 
 
 def read_acks(log):
-    """What a child has told."""
+    """Messages of a child process."""
     return log.read_text().splitlines() if log.exists() else []
 
 
@@ -469,7 +469,7 @@ class Zygote:
         return self.wait(self.start(function, *args))
 
     def errors(self):
-        """What children have printed so far."""
+        """Return the output of the children so far."""
         return os.pread(self._errors.fileno(), 1 << 20, 0).decode(errors="replace")[-4000:]
 
     def _ask(self, question):

@@ -16,7 +16,7 @@ KILLS = 100  # for each seed
 
 
 def stages(number):
-    """What is done in one round, which has a capture and a set of rows of its own."""
+    """Work of one round, which has its own capture and row set."""
     yield from ("capture", "extend", "drop", "rows", "compact")
     if number % 3 == 1:
         yield "delete"

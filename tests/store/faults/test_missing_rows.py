@@ -71,30 +71,30 @@ def write_some(store, ids, holes):
             writer.append(ids, values(ids))
 
 
-def ask(reader, asked, present):
+def ask(reader, row_ids, present):
     """Asked for in every way, what is present is right and what is missing is not a number."""
-    missing = [i for i in asked if i not in present]
+    missing = [i for i in row_ids if i not in present]
     if missing:
         with pytest.raises(MissingRowsError) as raised:
-            reader.read(asked)
+            reader.read(row_ids)
         assert set(missing) & {int(number) for number in re.findall(r"\d+", raised.value.found)}
         with pytest.raises(MissingRowsError):
             reader.read(missing[:1], [])
     else:
-        assert_right(reader.read(asked))
+        assert_right(reader.read(row_ids))
     for number in (0, -1.0, math.inf):
         with raises(InvalidRowsError, "store.invalid_fill"):
-            reader.read(asked, ["loss"], fill=number)
+            reader.read(row_ids, ["loss"], fill=number)
     for names in (["label"], ["bits"], ["tokens"], None):
         with raises(InvalidRowsError, "store.invalid_fill"):
-            reader.read(asked, names, fill=math.nan)
-    filled = reader.read(asked, FLOATS, fill=math.nan)
-    absent = np.isin(asked, missing)
+            reader.read(row_ids, names, fill=math.nan)
+    filled = reader.read(row_ids, FLOATS, fill=math.nan)
+    absent = np.isin(row_ids, missing)
     for name in FLOATS:
-        empty = np.isnan(filled[name].reshape(len(asked), -1))
+        empty = np.isnan(filled[name].reshape(len(row_ids), -1))
         np.testing.assert_array_equal(empty.all(axis=1), absent)
         np.testing.assert_array_equal(empty.any(axis=1), absent)
-        right = values(asked)[name]
+        right = values(row_ids)[name]
         np.testing.assert_array_equal(filled[name][~absent], right[~absent])
 
 

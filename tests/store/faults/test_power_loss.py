@@ -45,10 +45,10 @@ class Life:
             recorder.acknowledge(ack)
         return recorder.events
 
-    def check(self, files, told):
+    def check(self, files, acknowledged):
         """After a power cut all that was acknowledged is there, and nothing torn can be read."""
         lasting = {path: content for path, content in files.items() if ".tmp-" not in path}
-        state = hash((frozenset(lasting.items()), frozenset(told)))
+        state = hash((frozenset(lasting.items()), frozenset(acknowledged)))
         if state in self._seen:
             return None
         self._seen.add(state)
@@ -57,10 +57,10 @@ class Life:
         if "store/STORE.json" not in files:
             # A second process that found the store may have been told of it before it was durable,
             # but of nothing in it.
-            assert not set(told) - {self.told[-1], "store"}
+            assert not set(acknowledged) - {self.told[-1], "store"}
             gs.open(base / "store")
-        kit.check(base / "store", told)
-        if "deleted" in told:
+        kit.check(base / "store", acknowledged)
+        if "deleted" in acknowledged:
             # Nothing of what was deleted is left to get into a new capture of that name.
             kit.check(base / "store", kit.finish([kit.capture], gs.LocalDisk(base / "store")))
             assert gs.verify(gs.LocalDisk(base / "store")).healthy
