@@ -147,7 +147,7 @@ class GatedLSTM(nn.Module):
         return F.cross_entropy(self.out(summary[:, -1]), labels)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("make", [SparseEmbedding, PackedLSTM, GatedLSTM])
 def test_any_measured_cost_of_operators_gives_the_same_bits(make, seed, monkeypatch):
     """Evictions depend on measured times; a random clock tries orders that a machine rarely shows."""
