@@ -75,16 +75,24 @@ class CaptureConfig:
         elif "name" in options:
             module = model(options.pop("name"), **options)
         else:
-            raise CaptureError("model: needs `name` or `from`", fix="name: mlp, for example")
+            raise CaptureError(
+                "model: needs `name` or `from`",
+                code="cli.config_model",
+                fix="name: mlp, for example",
+            )
         from torch import device, nn
 
         if not isinstance(module, nn.Module):
-            raise CaptureError("model: not a torch.nn.Module", found=type(module).__name__)
+            raise CaptureError(
+                "model: not a torch.nn.Module", code="cli.config_model", found=type(module).__name__
+            )
         try:
             target = device(self.device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise CaptureError(f"device: {reason}", expected="cpu") from error
+            raise CaptureError(
+                f"device: {reason}", code="cli.config_device", expected="cpu"
+            ) from error
         return module.to(target)
 
     def build_task(self) -> Task:
@@ -99,7 +107,9 @@ class CaptureConfig:
             task = _call(getattr(gk, _TASKS[name]), options, where="task")
         else:
             expected = f"{', '.join(_TASKS)} or module:Class"
-            raise CaptureError(f"unknown task {short_repr(name)}", expected=expected)
+            raise CaptureError(
+                f"unknown task {short_repr(name)}", code="cli.config_task", expected=expected
+            )
         return _arguments.instance("task", task, gk.Task, error=CaptureError, expected="a gk.Task")
 
     def loader(self, split: str) -> DataLoader[Any]:
@@ -110,7 +120,9 @@ class CaptureConfig:
 
         if split not in self.data:
             splits = ", ".join(map(str, self.data)) or "none"
-            raise CaptureError(f"no data for {short_repr(split)}", found=splits)
+            raise CaptureError(
+                f"no data for {short_repr(split)}", code="cli.config_no_data", found=splits
+            )
         options = _named(f"data: {split}", self.data[split])
         source = options.pop("from", None)
         limit = options.pop("rows", None)
@@ -124,7 +136,9 @@ class CaptureConfig:
             rows = _call(dataset, {"kind": "", **options}, where=f"data: {split}")
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             kind = type(rows).__name__
-            raise CaptureError(f"data: {split}: not a dataset with a length", found=kind)
+            raise CaptureError(
+                f"data: {split}: not a dataset with a length", code="cli.config_data", found=kind
+            )
         if limit is not None:
             from torch.utils.data import Subset
 
@@ -161,12 +175,21 @@ def read_config(path: str) -> CaptureConfig:
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a day of month 13
-        raise CaptureError("invalid YAML", path=path, found=str(error)) from error
+        raise CaptureError(
+            "invalid YAML", code="cli.invalid_yaml", path=path, found=str(error)
+        ) from error
     except RecursionError:
-        raise CaptureError("invalid YAML: nested too deeply", path=path) from None
+        raise CaptureError(
+            "invalid YAML: nested too deeply", code="cli.invalid_yaml", path=path
+        ) from None
     if not isinstance(content, Mapping):
         kind = type(content).__name__
-        raise CaptureError("the configuration must be a mapping", path=path, found=kind)
+        raise CaptureError(
+            "the configuration must be a mapping",
+            code="cli.config_not_a_mapping",
+            path=path,
+            found=kind,
+        )
     content = dict(content)
     known = [part.name for part in fields(CaptureConfig) if part.name != "folder"]
     for key in content:
@@ -174,17 +197,23 @@ def read_config(path: str) -> CaptureConfig:
             near = difflib.get_close_matches(str(key)[:80], known, n=2)
             raise CaptureError(
                 f"unknown key {short_repr(key)}",
+                code="cli.config_unknown_key",
                 path=path,
                 expected=", ".join(known),
                 fix=f"did you mean {' or '.join(near)}?" if near else None,
             )
     missing = [key for key in ("store", "model", "data") if key not in content]
     if missing:
-        raise CaptureError(f"the key {missing[0]!r} is missing", path=path)
+        raise CaptureError(
+            f"the key {missing[0]!r} is missing", code="cli.config_missing_key", path=path
+        )
     for key in ("model", "data", "checkpoints"):
         if not isinstance(content.get(key, {}), Mapping):
             raise CaptureError(
-                f"{key} must be a mapping", path=path, found=short_repr(content[key])
+                f"{key} must be a mapping",
+                code="cli.config_not_a_mapping",
+                path=path,
+                found=short_repr(content[key]),
             )
     for key, check in _CHECKS.items():
         if key in content:
@@ -218,13 +247,17 @@ def first_batch(loader: DataLoader[Any]) -> Any:
     """Return the first batch of a loader."""
     for batch in loader:
         return batch
-    raise CaptureError("the data set is empty")
+    raise CaptureError("the data set is empty", code="cli.empty_data")
 
 
 def _named(where: str, value: object) -> dict[str, Any]:
     """Validate a mapping of names, which become keyword arguments."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise CaptureError(f"{where} must be a mapping of names", found=short_repr(value))
+        raise CaptureError(
+            f"{where} must be a mapping of names",
+            code="cli.config_not_a_mapping",
+            found=short_repr(value),
+        )
     return dict(value)
 
 
@@ -237,13 +270,19 @@ def _call_user(source: object, options: Mapping[str, Any], *, where: str, folder
 def _call(function: Any, options: Mapping[str, Any], *, where: str) -> Any:
     """Call a function; arguments that it does not take are an error of the configuration."""
     if not callable(function):
-        raise CaptureError(f"{where}: not a function", found=type(function).__name__)
+        raise CaptureError(
+            f"{where}: not a function",
+            code="cli.config_not_a_function",
+            found=type(function).__name__,
+        )
     try:
         inspect.signature(function).bind(**options)
     except ValueError:
         pass  # a C function without a signature
     except TypeError as error:
-        raise CaptureError(f"{where}: {error}", found=", ".join(options) or "no options") from error
+        raise CaptureError(
+            f"{where}: {error}", code="cli.config_import", found=", ".join(options) or "no options"
+        ) from error
     return function(**options)
 
 
@@ -377,7 +416,9 @@ def _parse_rows(text: str) -> int:
     except ValueError:
         number = math.nan
     if not 1 <= number < 2**53 or not number.is_integer():
-        raise CaptureError("--rows must be a whole number such as 1e9", found=text[:80])
+        raise CaptureError(
+            "--rows must be a whole number such as 1e9", code="cli.rows", found=text[:80]
+        )
     return int(number)
 
 

@@ -104,7 +104,9 @@ def init(
     from gradkeep.datamodels.study._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
-        raise DatamodelsError("pass one of --spec, --from, --grow", fix="--spec spec.json")
+        raise DatamodelsError(
+            "pass one of --spec, --from, --grow", code="cli.missing_option", fix="--spec spec.json"
+        )
     if spec is not None:
         input_file(spec, error=DatamodelsError)
     if source is not None:
@@ -277,6 +279,7 @@ def open_models(store: str) -> Store:
             raise
         raise DatamodelsError(
             "this is a folder of .npy arrays of initialize_store, not a store",
+            code="cli.not_a_store",
             path=store,
             found=error.found,
             fix=f"gradkeep datamodels init {store}-store --from {store}; or train with "

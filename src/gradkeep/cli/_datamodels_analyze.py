@@ -117,13 +117,19 @@ def _trained_data(
     if masks not in names or chosen not in names:
         raise DatamodelsError(
             "cannot choose the arrays of masks and outputs",
+            code="cli.ambiguous_arrays",
             path=rows.path,
             found=", ".join(names),
             fix="name them with --masks and --output",
         )
     done = rows.done()
     if len(done) == 0:
-        raise DatamodelsError("no model is finished", path=rows.path, fix="gradkeep datamodels run")
+        raise DatamodelsError(
+            "no model is finished",
+            code="cli.nothing_finished",
+            path=rows.path,
+            fix="gradkeep datamodels run",
+        )
     arrays = rows.read(done, [masks, chosen])
     return arrays[masks], np.asarray(arrays[chosen], np.float32).reshape(len(done), -1)
 
@@ -185,7 +191,9 @@ def analyze(
     from gradkeep import datamodels
 
     if what not in (*_FITTED, *_TRAINED):
-        raise DatamodelsError("unknown analysis", found=what, expected=_ANALYSES)
+        raise DatamodelsError(
+            "unknown analysis", code="cli.unknown_analysis", found=what, expected=_ANALYSES
+        )
     opened = open_models(store)
     chosen = None if targets is None else _numbers("targets", targets)
     analyses: dict[str, Callable[[], Any]]
@@ -259,6 +267,7 @@ def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Data
     if name is None:
         raise DatamodelsError(
             f"{option} is needed, the name of a saved fit",
+            code="cli.missing_option",
             found=", ".join(key.name for key in opened.scores()) or "no saved fit",
             fix="gradkeep datamodels fit STORE --save NAME",
         )
@@ -267,7 +276,12 @@ def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Data
 
 def _one_set(remove: list[str] | None) -> list[int]:
     if remove is None or len(remove) != 1:
-        raise DatamodelsError("removal needs one --remove", found=remove, fix="--remove 0,3,7")
+        raise DatamodelsError(
+            "removal needs one --remove",
+            code="cli.missing_option",
+            found=remove,
+            fix="--remove 0,3,7",
+        )
     return _numbers("remove", remove[0])
 
 
@@ -276,7 +290,10 @@ def _numbers(what: str, text: str | None) -> list[int]:
         numbers = [int(word) for word in (text or "").split(",")]
     except ValueError:
         raise DatamodelsError(
-            f"--{what} must be whole numbers", found=short_repr(text), fix=f"--{what} 0,3,7"
+            f"--{what} must be whole numbers",
+            code="cli.not_numbers",
+            found=short_repr(text),
+            fix=f"--{what} 0,3,7",
         ) from None
     return list(whole_numbers(what, numbers, error=DatamodelsError).tolist())
 
@@ -333,7 +350,8 @@ def _labels_of(option: str, source: str | None) -> Any:
 
     if source is None:
         raise DatamodelsError(
-            f"--{option} is needed: FILE.npy, FILE.npz:NAME or a text file of labels"
+            f"--{option} is needed: FILE.npy, FILE.npz:NAME or a text file of labels",
+            code="cli.missing_option",
         )
     file, name = source, ""
     if ".npz:" in source and not os.path.exists(source):
@@ -348,12 +366,15 @@ def _labels_of(option: str, source: str | None) -> Any:
                 return read
             arrays = dict(read)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DatamodelsError(f"--{option} cannot be read", path=file, found=error) from error
+        raise DatamodelsError(
+            f"--{option} cannot be read", code="cli.unreadable_file", path=file, found=error
+        ) from error
     if not name and len(arrays) == 1:
         return next(iter(arrays.values()))
     if name not in arrays:
         raise DatamodelsError(
             "the file has several arrays" if not name else f"the file has no array {name!r}",
+            code="cli.ambiguous_arrays",
             path=file,
             found=", ".join(arrays),
             fix=f"--{option} {file}:NAME",
@@ -367,9 +388,12 @@ def _load_study(where: str | None) -> Study:
 
     if where is None:
         raise DatamodelsError(
-            "training needs --study module:name, a Study or a function that returns one"
+            "training needs --study module:name, a Study or a function that returns one",
+            code="cli.missing_option",
         )
     study = load_object(where, Study, error=DatamodelsError)
     if not isinstance(study, Study):
-        raise DatamodelsError("--study is not a Study", path=where, found=type(study).__name__)
+        raise DatamodelsError(
+            "--study is not a Study", code="cli.not_a_study", path=where, found=type(study).__name__
+        )
     return study

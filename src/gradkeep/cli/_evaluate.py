@@ -375,7 +375,11 @@ def _evaluate_labels(store: Store, wrong: str | None, **captures: Any) -> list[E
     import gradkeep as gk
 
     if wrong is None:
-        raise EvaluationError("known wrong labels are needed", fix="--wrong FILE with their ids")
+        raise EvaluationError(
+            "known wrong labels are needed",
+            code="cli.missing_option",
+            fix="--wrong FILE with their ids",
+        )
     ids = read_ids(wrong)
     evaluations, measures = [], []
     for by in ("loss", "self", "noise"):
@@ -387,7 +391,10 @@ def _evaluate_labels(store: Store, wrong: str | None, **captures: Any) -> list[E
         order = np.argsort(suspects.ids)
         measures.append((suspects.ids[order], suspects.values[order]))
     if not evaluations:
-        raise EvaluationError("the capture has neither losses nor gradients to rank rows by")
+        raise EvaluationError(
+            "the capture has neither losses nor gradients to rank rows by",
+            code="cli.nothing_to_rank_by",
+        )
     if len(evaluations) > 1:
         rank_sum = gk.evaluate.rank_sum([values for _, values in measures])
         row_ids = measures[0][0]
@@ -404,7 +411,9 @@ def _evaluate_leakage(scores: Scores, copies: str | None, k: int) -> Evaluation:
 
     if copies is None:
         raise EvaluationError(
-            "known copies of queries are needed", fix="--copies FILE with lines: query id, row id"
+            "known copies of queries are needed",
+            code="cli.missing_option",
+            fix="--copies FILE with lines: query id, row id",
         )
     copy_of = dict(read_numbers(copies, columns=2).tolist())
     expected = np.array([copy_of.get(int(query), -1) for query in scores.query_ids])

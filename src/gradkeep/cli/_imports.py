@@ -131,12 +131,13 @@ def read_numbers(path: str, *, columns: int) -> Any:
         if len(values) < columns:
             raise EvaluationError(
                 f"line {number} must start with {columns} whole number{'s' * (columns > 1)}",
+                code="cli.not_numbers",
                 path=path,
                 found=short_repr(line),
             )
         rows.append(values)
     if not rows:
-        raise EvaluationError("the file has no ids", path=path)
+        raise EvaluationError("the file has no ids", code="cli.no_ids", path=path)
     return np.array(rows, np.int64)
 
 
@@ -151,6 +152,7 @@ def load_recipe(source: str | None, store: Store | None) -> Recipe:
                 known = gk.evaluate.load_truth(store).recipe
         raise EvaluationError(
             "training needs --recipe module:name or file.py:name, a gk.evaluate.Recipe",
+            code="cli.missing_option",
             found=None
             if known is None
             else f"the store names {short_repr(known)}, which is not run",
@@ -160,6 +162,7 @@ def load_recipe(source: str | None, store: Store | None) -> Recipe:
     if not isinstance(recipe, gk.evaluate.Recipe):
         raise EvaluationError(
             f"{short_repr(source)} is not a recipe",
+            code="cli.not_a_recipe",
             found=type(recipe).__name__,
             expected="a gk.evaluate.Recipe, or a function that returns one",
         )

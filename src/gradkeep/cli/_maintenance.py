@@ -263,6 +263,7 @@ def delete(
     if not blocks:
         raise StoreError(
             f"there is no {capture!r} in this store",
+            code="cli.unknown_capture",
             path=opened.location,
             fix=f"`gradkeep info {opened.location}` lists the contents",
         )
@@ -271,6 +272,7 @@ def delete(
     if not yes:
         raise StoreError(
             "nothing was deleted",
+            code="cli.nothing_deleted",
             path=f"{opened.location}/{folders[0]}",
             found=f"{rows} rows, {format_size(size)}",
             fix="add --yes to delete it",
@@ -301,6 +303,7 @@ def _key(name: str) -> BlockKey:
         return CaptureKey(checkpoint, split, run=run, capture=capture)
     raise StoreError(
         "invalid name of a capture",
+        code="cli.capture_name",
         found=name,
         expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, scores/NAME, "
         "evaluations/NAME, datamodels/NAME, or bases/RUN/CHECKPOINT/CAPTURE",

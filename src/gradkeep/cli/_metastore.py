@@ -85,6 +85,7 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
     ):
         raise CaptureError(
             f"--{flag} cannot be {short_repr(text)}",
+            code="cli.not_numbers",
             expected="comma-separated whole numbers from 1",
             fix=f"for example --{flag} 1000,5000",
         )

@@ -121,6 +121,7 @@ class WorkerOptions:
             if self.address or self.cluster or self.parameter:
                 raise FarmError(
                     "--address, --cluster and --parameter need another engine than local",
+                    code="cli.option_of_engine",
                     fix="--engine ray or slurm",
                 )
             return {"workers": self.workers}
@@ -153,6 +154,7 @@ def choose_runs(
     needed = " and ".join(sorted({*splits}))
     raise AttributionError(
         "several runs have these captures" if candidates else f"no run has captures of {needed}",
+        code="cli.ambiguous_run",
         path=store.location,
         found="; ".join(f"{run}: {', '.join(sorted(have))}" for run, have in captured.items()),
         fix=f"choose one, such as --run {candidates[0]}" if candidates else "name existing splits",

@@ -201,8 +201,12 @@ def resolve_budget(peak: int, *, ratio: float | None, budget: str | None) -> flo
     from gradkeep._budgets import parse_budget
 
     if (ratio is None) == (budget is None):
-        raise RematError("pass either --ratio or --budget", fix="--budget 0.5 or --budget 2GiB")
+        raise RematError(
+            "pass either --ratio or --budget",
+            code="cli.exclusive_options",
+            fix="--budget 0.5 or --budget 2GiB",
+        )
     if ratio is not None and not ratio > 0:
-        raise RematError("--ratio must be above 0", found=ratio)
+        raise RematError("--ratio must be above 0", code="cli.ratio", found=ratio)
     allowed = ratio if ratio is not None else parse_budget(budget or "")
     return int(peak * allowed) if isinstance(allowed, float) else allowed

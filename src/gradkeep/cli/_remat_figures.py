@@ -84,7 +84,11 @@ def pareto(
     from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases, sweep_cases
 
     if not logs and not model:
-        raise RematError("nothing to plot", fix="pass recorded steps, or --model NAME")
+        raise RematError(
+            "nothing to plot",
+            code="cli.nothing_to_plot",
+            fix="pass recorded steps, or --model NAME",
+        )
     names = MAIN_HEURISTICS if heuristics is None else split_words(heuristics)
     budgets = _numbers(ratios)
     measured: list[SweepRow] = []
@@ -304,7 +308,7 @@ def _figure(
         rows = sweep(cases, table, workers=workers, progress=report)
     rows += measured
     if not rows:
-        raise RematError("no trial has a result to plot")
+        raise RematError("no trial has a result to plot", code="cli.nothing_to_plot")
     write_table(table, rows)
     files = [table, *draw_sweep(rows, out, name, look)]
     for line in () if json else summarize_sweep(rows):
@@ -344,6 +348,7 @@ def _numbers(text: str) -> list[float]:
     if not ratios or not all(0 < ratio <= 1000 for ratio in ratios):
         raise RematError(
             "ratios must be comma-separated numbers above 0",
+            code="cli.not_numbers",
             found=short_repr(text),
             expected=_RATIOS,
         )

@@ -152,6 +152,7 @@ def load_step(script: str | os.PathLike[str], function: str = "step") -> Callabl
         )
         raise RematError(
             f"the script has no function {function}()",
+            code="cli.no_step_function",
             path=path,
             found=", ".join(defined) or "no functions",
             fix="name a function that does one training step with --function",

@@ -190,7 +190,7 @@ def _parse_share(text: str) -> int | float:
     if re.fullmatch(r"0?\.\d{1,18}|1\.0*", text):
         return float(text)
     raise EvaluationError(
-        "--keep must be a share or a number of rows", found=text, fix="--keep 10%"
+        "--keep must be a share or a number of rows", code="cli.keep", found=text, fix="--keep 10%"
     )
 
 
@@ -206,6 +206,7 @@ def _first_checkpoint(store: Store, captures: CaptureOptions) -> str:
     if not complete:
         raise EvaluationError(
             f"no checkpoint has captures of {captures.queries} and {captures.train}",
+            code="cli.no_common_checkpoint",
             path=store.location,
         )
     return complete[0]

@@ -119,6 +119,7 @@ def _load_preview(source: str) -> Any:
     if not all(isinstance(one, Preview) for one in previews):
         raise DataError(
             f"{short_repr(source)} is not a preview of rows",
+            code="cli.not_a_preview",
             found=type(preview).__name__,
             expected="a gk.Preview, one for each split, or a function that returns either",
         )

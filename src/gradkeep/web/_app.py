@@ -123,6 +123,7 @@ def serve_store(store: Any, *, data: Any, recipe: Any, logs: Sequence[Any]) -> S
     ):
         raise CaptureError(
             "data must be a preview of rows",
+            code="web.not_a_preview",
             found=type(data).__name__,
             expected="a gk.Preview, or one for each split: {'train': ..., 'test': ...}",
         )

@@ -91,9 +91,15 @@ class TaskCache:
                 task = task if time.monotonic() - task.failed_at <= _RETRY_SECONDS else None
             if task is None:
                 if not start:
-                    raise StoreError("this task was not started", fix="start it on the page")
+                    raise StoreError(
+                        "this task was not started",
+                        code="web.unknown_task",
+                        fix="start it on the page",
+                    )
                 if len(self._waiting[lane]) >= 64:
-                    raise StoreError("the server is busy", fix="wait for the running tasks")
+                    raise StoreError(
+                        "the server is busy", code="web.busy", fix="wait for the running tasks"
+                    )
                 task = self._tasks[key] = _Task(what, compute, size)
                 self._waiting[lane].append(task)
                 if lane not in self._running:

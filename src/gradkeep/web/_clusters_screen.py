@@ -30,7 +30,9 @@ def show_clusters(
     fits = [source.id for source in score_sources(served) if source.kind in ("fit", "study")]
     sources = [_GRADIENTS, *fits]
     if of not in sources:
-        raise StoreError(f"no map of {of[:100]!r}", found=", ".join(sources))
+        raise StoreError(
+            f"no map of {of[:100]!r}", code="web.unknown_map", found=", ".join(sources)
+        )
     checkpoints = served.checkpoints(run, name, split)
 
     def compute(_: Any) -> RowMap:

@@ -82,6 +82,7 @@ def _load_program(served: ServedStore, log: str) -> Program:
     if log not in logs:
         raise RematError(
             f"no recorded step {log[:100]!r}",
+            code="web.unknown_log",
             found=", ".join(logs) or "none",
             fix="gradkeep remat record SCRIPT, then gradkeep serve STORE --log FILE",
         )

@@ -84,6 +84,7 @@ def find_source(served: ServedStore, source_id: str) -> ScoreSource:
     if source_id not in sources:
         raise StoreError(
             f"no scores {source_id[:100]!r}",
+            code="web.unknown_scores",
             found=", ".join(list(sources)[:12]),
             fix="gk.attribute(store, save=NAME) saves scores",
         )

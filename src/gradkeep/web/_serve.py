@@ -54,6 +54,7 @@ def serve(
     if not local and not allow_remote:
         raise StoreError(
             f"{host!r} can be reached from other machines",
+            code="web.remote_host",
             fix="use 127.0.0.1 with an ssh tunnel, or --allow-remote, which requires a token",
         )
     listening = _listen(host, port)
@@ -122,6 +123,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _cannot_listen(host: str, port: int, error: Exception) -> StoreError:
     return StoreError(
         f"cannot listen on {host[:100]} port {port}",
+        code="web.cannot_listen",
         found=getattr(error, "strerror", None) or str(error),
         fix="--port 0 takes any free port",
     )

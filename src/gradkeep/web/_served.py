@@ -169,6 +169,7 @@ class ServedStore:
             where = "" if checkpoint is None else f" at {checkpoint}"
             raise MissingRowsError(
                 f"run {run!r} has no sealed capture of {split!r}{where}",
+                code="web.no_capture",
                 path=self.location,
                 found=", ".join(unsealed or runs) or "no runs",
                 fix=f"gk.capture(store, model, loader, task=task, split={split!r})",

@@ -108,7 +108,7 @@ def record_decision(served: ServedStore, body: DecisionBody) -> Decision:
     table = served.table(body.run, body.split, body.name)
     at = int(table.positions([body.row])[0])
     if at < 0:
-        raise StoreError(f"{body.split!r} has no row {body.row}")
+        raise StoreError(f"{body.split!r} has no row {body.row}", code="web.unknown_row")
     before = table.columns["label"][at].item() if "label" in table.columns else None
     before = before if isinstance(before, int) else None
     if body.label is not None:
@@ -117,7 +117,10 @@ def record_decision(served: ServedStore, body: DecisionBody) -> Decision:
     if body.action == "undo":
         last = current_decisions(served.decisions(body.split)).get(body.row)
         if last is None:
-            raise StoreError(f"there is no decision about row {body.row} of {body.split!r}")
+            raise StoreError(
+                f"there is no decision about row {body.row} of {body.split!r}",
+                code="web.no_decision",
+            )
         undone = last.number
     return served.store.decide(
         Decision(body.split, body.row, body.action, body.label, before=before, of=undone)
@@ -217,7 +220,11 @@ def _noise_view(suspects: Suspects) -> dict[str, Any] | None:
 def _validate_label(served: ServedStore, table: RowTable, label: int, *, action: str) -> None:
     """Refuse a label that is not a class: neither named by the preview nor in the data."""
     if action != "relabel":
-        raise StoreError("only a relabel has a label", found=f"{action} with label {label}")
+        raise StoreError(
+            "only a relabel has a label",
+            code="web.label_without_relabel",
+            found=f"{action} with label {label}",
+        )
     columns = [table.columns[name] for name in ("label", "predicted") if name in table.columns]
     columns = [column for column in columns if column.dtype.kind in "iu" and len(column)]
     classes = served.class_names(table.key.split) or []
@@ -226,6 +233,7 @@ def _validate_label(served: ServedStore, table: RowTable, label: int, *, action:
     if not lowest <= label <= highest:
         raise StoreError(
             f"there is no class {label}",
+            code="web.unknown_class",
             expected=f"{lowest} to {highest}" if highest >= 0 else "no label: there are no classes",
             fix="name further classes in gk.Preview(classes=...)",
         )
@@ -265,12 +273,15 @@ def _retrain(
     wrong = sorted(row for row, one in decisions.items() if one.action == "relabel")
     if not wrong:
         raise EvaluationError(
-            "no label is marked as wrong", fix="press r on rows with wrong labels"
+            "no label is marked as wrong",
+            code="web.nothing_wrong",
+            fix="press r on rows with wrong labels",
         )
     positions = table.positions(wrong)
     if recipe.num_rows != len(table.ids):
         raise EvaluationError(
             "the recipe has another number of rows than the capture",
+            code="web.recipe_rows",
             found=f"{recipe.num_rows} rows",
             expected=len(table.ids),
         )
@@ -297,6 +308,7 @@ def _require_recipe(served: ServedStore) -> Recipe:
     if served.recipe is None:
         raise EvaluationError(
             "training needs a recipe",
+            code="web.no_recipe",
             fix=f"gradkeep serve {served.location} --recipe train.py:recipe",
         )
     return served.recipe

@@ -74,7 +74,7 @@ def random_query(
     table = served.table(run, split, name)
     positions = _positions_by_filter(table)[show]
     if not len(positions):
-        raise MissingRowsError(f"no query of {split!r} is {show}")
+        raise MissingRowsError(f"no query of {split!r} is {show}", code="web.no_query")
     return row_views(served, table, [int(table.ids[random.choice(positions.tolist())])])[0]
 
 
@@ -91,6 +91,7 @@ def explain_query(
     if not view["known"]:
         raise MissingRowsError(
             f"{captures.queries!r} has no row {query}",
+            code="web.unknown_row",
             found=f"ids {table.ids[:3].tolist()} ... {table.ids[-1:].tolist()}",
         )
     probabilities = None
@@ -117,6 +118,7 @@ def show_layers(
     if scores.per_layer is None:
         raise MissingRowsError(
             "these scores have no parts by layer",
+            code="web.no_layers",
             fix=f"gk.attribute(store, method={score_source.method!r}, per_layer=True, save=NAME)",
         )
     at = int(np.flatnonzero(scores.query_ids == query)[0])

@@ -146,7 +146,9 @@ def verify_removals(
         True
     """
     if repeats < 1 or len(removals) == 0:
-        raise DatamodelsError("verification needs a removal and a repeat or more")
+        raise DatamodelsError(
+            "verification needs a removal and a repeat or more", code="datamodels.nothing_to_verify"
+        )
     n, targets = fitted.weights.shape
     whole = checked_base(base, n)
     predictions = [counterfactual(fitted, removed, base=whole) for removed in removals]
@@ -199,6 +201,7 @@ def _outputs(returned: Any, targets: int) -> AnyArray:
     if array.shape != (targets,) or not np.isfinite(array).all():
         raise DatamodelsError(
             "the retraining must return one finite output per target",
+            code="datamodels.retrain_output",
             found=f"shape {list(array.shape)}",
             expected=[targets],
         )

@@ -46,6 +46,7 @@ def similarity(fitted: Datamodels, other: Datamodels | None = None) -> AnyArray:
     if other is not None and len(other.weights) != len(fitted.weights):
         raise DatamodelsError(
             "the fits are of different training sets",
+            code="datamodels.other_examples",
             found=f"{len(fitted.weights)} and {len(other.weights)} examples",
         )
     rows = unit_rows(fitted)
@@ -303,7 +304,10 @@ def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -
     t = len(rows)
     if not 1 <= count <= t:
         raise DatamodelsError(
-            "as many clusters as targets at most", found=count, expected=f"1 to {t}"
+            "as many clusters as targets at most",
+            code="datamodels.cluster_count",
+            found=count,
+            expected=f"1 to {t}",
         )
     cosine = np.maximum(rows @ rows.T, 0.0)
     np.fill_diagonal(cosine, 0.0)
@@ -401,6 +405,7 @@ def compare(
     if first.weights.shape != second.weights.shape:
         raise DatamodelsError(
             "only fits of the same examples and targets can be compared",
+            code="datamodels.not_comparable",
             found=f"{list(first.weights.shape)} and {list(second.weights.shape)}",
         )
     a, b = unit_rows(first), unit_rows(second)

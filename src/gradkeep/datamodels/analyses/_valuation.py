@@ -143,6 +143,7 @@ def memorization(masks: Any, outputs: Any) -> Memorization:
     if y.shape[1] != n:
         raise DatamodelsError(
             "memorization needs the outputs of the training examples themselves",
+            code="datamodels.memorization_outputs",
             found=f"{y.shape[1]} targets",
             expected=f"{n}, one per training example and in their order",
         )

@@ -146,6 +146,7 @@ def _indicator(what: str, groups: Any, count: int) -> tuple[tuple[Any, ...], Any
     if array.shape != (count,):
         raise DatamodelsError(
             f"{what} must name one group each",
+            code="datamodels.group_count",
             found=f"shape {list(array.shape)}",
             expected=[count],
         )
@@ -163,12 +164,14 @@ def checked_ids(what: str, ids: Any, count: int) -> AnyArray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DatamodelsError(
             f"{what} must be ids, or one boolean each",
+            code="datamodels.not_ids",
             found=f"{array.dtype} {list(array.shape)}",
             expected=f"ids 0 to {count - 1}, or bool [{count}]",
         )
     if array.size and (array.min() < 0 or array.max() >= count):
         raise DatamodelsError(
             f"there is no such id among the {what}",
+            code="datamodels.unknown_id",
             found=int(array.max() if array.max() >= count else array.min()),
             expected=f"0 to {count - 1}",
         )
@@ -183,6 +186,7 @@ def checked_base(base: Any, count: int) -> AnyArray:
     if array.shape != (count,) or array.dtype != np.bool_:
         raise DatamodelsError(
             "a base must be the mask of one training set",
+            code="datamodels.base_mask",
             found=f"{array.dtype} {list(array.shape)}",
             expected=f"bool [{count}]",
         )
@@ -252,6 +256,7 @@ def learning_curve(
     if not counts or counts[0] < 1 or counts[-1] > len(rest):
         raise DatamodelsError(
             "these sizes cannot be taken from the models that are not left out",
+            code="datamodels.curve_sizes",
             found=counts,
             expected=f"1 to {len(rest)}",
         )

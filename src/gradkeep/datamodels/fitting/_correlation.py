@@ -97,13 +97,19 @@ def correlation(
         (1.0, 20)
     """
     if not 0 < level < 1:
-        raise DatamodelsError("level is a share between 0 and 1", found=level, expected="0.95")
+        raise DatamodelsError(
+            "level is a share between 0 and 1",
+            code="datamodels.level",
+            found=level,
+            expected="0.95",
+        )
     _arguments.count("resamples", resamples, error=DatamodelsError, least=1)
     _arguments.count("seed", seed, error=DatamodelsError)
     p, y = _two_dimensional(predicted), _two_dimensional(actual)
     if p.shape != y.shape or len(p) < 3:
         raise DatamodelsError(
             "a correlation needs as many predictions as outputs, of three models or more",
+            code="datamodels.correlation_shape",
             found=f"predictions {list(p.shape)}, outputs {list(y.shape)}",
         )
     # By range: a mean of equal numbers may differ from them in the last bit.
@@ -173,5 +179,9 @@ def _percentiles(
 def _two_dimensional(values: AnyArray) -> AnyArray:
     array = _arguments.array("it", values, error=DatamodelsError).astype(np.float64)
     if array.ndim not in (1, 2):
-        raise DatamodelsError("predictions and outputs are [m, t]", found=list(array.shape))
+        raise DatamodelsError(
+            "predictions and outputs are [m, t]",
+            code="datamodels.correlation_shape",
+            found=list(array.shape),
+        )
     return array[:, None] if array.ndim == 1 else array

@@ -215,6 +215,7 @@ class Counts:
         if len(masks) > self.models:
             raise DatamodelsError(
                 "more models to leave out than were counted",
+                code="datamodels.too_many_held_out",
                 found=len(masks),
                 expected=f"at most {self.models}",
             )

@@ -155,7 +155,9 @@ def fit(
     rows, parts = left_out(held_out, folds, models=models, prior=scores is not None)
     if parts and options.penalty == "means":
         raise DatamodelsError(
-            "a difference of means has no penalty that folds could choose", fix="pass held_out="
+            "a difference of means has no penalty that folds could choose",
+            code="datamodels.means_have_no_penalty",
+            fix="pass held_out=",
         )
     if parts:
         return work.by_folds(parts)
@@ -169,7 +171,9 @@ def _check_device(device: str) -> None:
         torch.device(device)
     except RuntimeError as error:
         message = str(error).splitlines()[0][:200]
-        raise DatamodelsError("there is no such device", found=message, expected="cpu") from error
+        raise DatamodelsError(
+            "there is no such device", code="datamodels.device", found=message, expected="cpu"
+        ) from error
 
 
 def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
@@ -177,6 +181,7 @@ def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
     if lambdas.shape not in ((), (1,), (outputs.shape[1],)):
         raise DatamodelsError(
             "lam must be one positive number per target, or one for all",
+            code="datamodels.lam",
             found=f"shape {list(lambdas.shape)}",
             expected=[outputs.shape[1]],
         )
@@ -184,7 +189,9 @@ def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
     varying = np.ptp(outputs, axis=0) > 0
     if not (np.isfinite(values) & ((values > 0) | ~varying)).all():
         raise DatamodelsError(
-            "lam must be one positive number per target, or one for all", found=values.tolist()
+            "lam must be one positive number per target, or one for all",
+            code="datamodels.lam",
+            found=values.tolist(),
         )
     return values
 
@@ -464,7 +471,9 @@ def grown(fitted: Datamodels, masks: Masks, outputs: AnyArray) -> Datamodels:
     """The fit with more models: counts added, weights started from the earlier ones."""
     if fitted.counts is None:
         raise DatamodelsError(
-            "this fit was loaded without its counts", fix="fit all models together"
+            "this fit was loaded without its counts",
+            code="datamodels.no_counts",
+            fix="fit all models together",
         )
     options = fitted.options
     seen = None

@@ -49,6 +49,7 @@ class Masks:
         if self.bits.dtype != np.uint8 or self.bits.ndim != 2 or self.bits.shape[1] != wide:
             raise DatamodelsError(
                 "these are not the packed bits of masks",
+                code="datamodels.packed_bits",
                 found=f"{self.bits.dtype} {list(self.bits.shape)}",
                 expected=f"uint8 [models, {wide}] for {self.num_examples} examples",
                 fix="use Masks.of(array) for masks that are not packed",
@@ -57,6 +58,7 @@ class Masks:
         if spare and bool((self.bits[:, -1] >> (8 - spare)).any()):
             raise DatamodelsError(
                 f"bits are set beyond the last of {self.num_examples} examples",
+                code="datamodels.bits_beyond_last",
                 fix="pack with numpy.packbits(masks, axis=1, bitorder='little')",
             )
 
@@ -77,12 +79,15 @@ class Masks:
         if array.ndim != 2 or array.shape[1] == 0:
             raise DatamodelsError(
                 "masks need a row per model and a column per training example",
+                code="datamodels.mask_shape",
                 found=f"shape {list(array.shape)}",
                 expected="[models, examples] with at least one example",
             )
         if array.dtype.kind not in "buif":
             raise DatamodelsError(
-                "masks must be booleans or zeros and ones", found=f"dtype {array.dtype}"
+                "masks must be booleans or zeros and ones",
+                code="datamodels.mask_dtype",
+                found=f"dtype {array.dtype}",
             )
         bits = np.empty((len(array), -(-array.shape[1] // 8)), np.uint8)
         step = max(1, _PACK_BYTES // (array.shape[1] * array.itemsize))
@@ -111,6 +116,7 @@ class Masks:
         if other.num_examples != self.num_examples:
             raise DatamodelsError(
                 "masks of different data sets cannot be joined",
+                code="datamodels.other_examples",
                 found=f"{other.num_examples} examples",
                 expected=f"{self.num_examples} examples",
             )
@@ -172,6 +178,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
         row, column = np.argwhere(wrong)[0]
         raise DatamodelsError(
             "masks must hold only zeros and ones",
+            code="datamodels.mask_values",
             found=f"{rows[row, column]} for model {start + row}, example {column}",
             fix="pass masks > 0, or the weights' support, if that is what is meant",
         )
@@ -218,18 +225,25 @@ def check_alpha(alpha: float, *, num_examples: int) -> None:
     """Validate the share of examples in a subset."""
     if not 0 < alpha < 1:
         raise DatamodelsError(
-            "alpha is the share of examples in a subset", found=alpha, expected="0 < alpha < 1"
+            "alpha is the share of examples in a subset",
+            code="datamodels.alpha",
+            found=alpha,
+            expected="0 < alpha < 1",
         )
     if num_examples < 2:
         raise DatamodelsError(
-            "subsets need examples to choose from", found=f"{num_examples} examples"
+            "subsets need examples to choose from",
+            code="datamodels.too_few_examples",
+            found=f"{num_examples} examples",
         )
 
 
 def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
     if seed < 0 or index < 0:
         raise DatamodelsError(
-            "seeds and indices are at least 0", found=f"seed {seed}, index {index}"
+            "seeds and indices are at least 0",
+            code="datamodels.negative_seed",
+            found=f"seed {seed}, index {index}",
         )
     return np.random.Philox(np.random.SeedSequence([seed, index, purpose]))
 

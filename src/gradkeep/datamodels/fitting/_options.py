@@ -88,6 +88,7 @@ def fit_layout(
     if budget < least:
         raise BudgetError(
             "the memory budget is below the least that this fit can do with",
+            code="budget.fit_too_small",
             found=format_bytes(budget),
             expected=f"{format_bytes(least)} or more ({least} bytes)",
             fix="raise memory_budget, or fit the targets in several parts",
@@ -141,16 +142,20 @@ class FitOptions:
         check_fields(self, DatamodelsError)
         if not 0 < self.share <= 1:
             raise DatamodelsError(
-                "the share of L1 in an elastic net must be above 0 and at most 1", found=self.share
+                "the share of L1 in an elastic net must be above 0 and at most 1",
+                code="datamodels.share",
+                found=self.share,
             )
         if not self.tolerance > 0 or self.max_steps < 1:
             raise DatamodelsError(
                 "tolerance and max_steps must be positive",
+                code="datamodels.stopping",
                 found=f"{self.tolerance}, {self.max_steps}",
             )
         if self.dtype == "float32" and self.tolerance < 1e-6:
             raise DatamodelsError(
                 "float32 cannot prove so small a gap",
+                code="datamodels.float32_tolerance",
                 found=f"tolerance {self.tolerance}",
                 expected="1e-6 or more",
                 fix="pass dtype='float64'",
@@ -160,7 +165,9 @@ class FitOptions:
         """Validate the prior and variances against the penalty and the number of examples."""
         if self.penalty == "means" and (prior is not None or self.variances is not None):
             raise DatamodelsError(
-                "a difference of means takes no prior", fix="use penalty='ridge' with a prior"
+                "a difference of means takes no prior",
+                code="datamodels.means_with_prior",
+                fix="use penalty='ridge' with a prior",
             )
         allowed = self.variances
         if allowed is None:
@@ -168,6 +175,7 @@ class FitOptions:
         if allowed.shape != (examples,) or not (np.isfinite(allowed) & (allowed > 0)).all():
             raise DatamodelsError(
                 "variances must be one positive number per training example",
+                code="datamodels.variances",
                 found=f"shape {list(allowed.shape)}",
                 expected=[examples],
             )
@@ -203,10 +211,13 @@ def checked_outputs(masks: Masks, outputs: Any) -> AnyArray:
     array = as_array(outputs)
     array = array[:, None] if array.ndim == 1 else array
     if array.dtype.kind not in "fiub":
-        raise DatamodelsError("outputs must be numbers", found=f"dtype {array.dtype}")
+        raise DatamodelsError(
+            "outputs must be numbers", code="datamodels.output_dtype", found=f"dtype {array.dtype}"
+        )
     if array.ndim != 2 or len(array) != len(masks) or array.shape[1] == 0:
         raise DatamodelsError(
             "outputs need a row per mask and a column per target",
+            code="datamodels.output_shape",
             found=f"outputs {list(array.shape)}, masks {list(masks.shape)}",
             expected=f"[{len(masks)}] or [{len(masks)}, targets]",
         )
@@ -217,6 +228,7 @@ def checked_outputs(masks: Masks, outputs: Any) -> AnyArray:
         models = np.flatnonzero(wrong.any(axis=1))
         raise DatamodelsError(
             "outputs hold NaN or infinity",
+            code="datamodels.output_not_finite",
             found=f"{array[row, target]} for model {row}, target {target}; "
             f"{len(models)} of {len(array)} models are affected",
             fix="leave those models out: keep = np.isfinite(outputs).all(1); "
@@ -234,6 +246,7 @@ def checked_prior(prior: Any, examples: int, targets: int) -> AnyArray | None:
     if array.shape != (targets, examples) or not np.isfinite(array).all():
         raise DatamodelsError(
             "a prior needs one finite score per target and training example",
+            code="datamodels.prior_shape",
             found=f"shape {list(array.shape)}",
             expected=[targets, examples],
             fix="scores are [queries, train]: the targets' order, and all training examples",
@@ -247,7 +260,11 @@ def fractions(
     """The path, from large to small, in parts of the penalty's natural scale."""
     if isinstance(lambdas, int | np.integer) and not isinstance(lambdas, bool):
         if lambdas < 1:
-            raise DatamodelsError("a path needs one penalty or more", found=f"lambdas={lambdas}")
+            raise DatamodelsError(
+                "a path needs one penalty or more",
+                code="datamodels.lambdas",
+                found=f"lambdas={lambdas}",
+            )
         low, high = (1e-2, 1.0) if kind != "ridge" else (1e-2, 1e2)
         if prior and kind == "ridge":
             # Below so many outputs a small ridge around a prior over-fits, whatever left-out rows
@@ -255,18 +272,23 @@ def fractions(
             low, high = (0.1 if models * targets >= 400 else 10.0), 1e4
         return tuple(float(value) for value in np.geomspace(high, low, int(lambdas)))
     if isinstance(lambdas, Mapping | str) or not isinstance(lambdas, Iterable):
-        raise DatamodelsError("lambdas is a number of penalties or several fractions")
+        raise DatamodelsError(
+            "lambdas is a number of penalties or several fractions", code="datamodels.lambdas"
+        )
     numbers = lambdas if hasattr(lambdas, "shape") else list(lambdas)
     array = _arguments.array("lambdas", numbers, error=DatamodelsError)
     values = tuple(sorted(array.astype(np.float64).ravel().tolist(), reverse=True))
     if not values or not all(np.isfinite(values)) or values[-1] < 0:
-        raise DatamodelsError("lambdas must be positive numbers", found=values)
+        raise DatamodelsError(
+            "lambdas must be positive numbers", code="datamodels.lambdas", found=values
+        )
     if values[-1] == 0:
         few = models <= examples
         raise DatamodelsError(
             f"{models} models cannot determine {examples} weights without a penalty"
             if few
             else "without a penalty no gap can be proven",
+            code="datamodels.no_penalty",
             found="a lambda of 0",
             fix="leave out the 0; a small one such as 1e-3 is nearly none"
             + (", or train more models" if few else ""),
@@ -281,7 +303,11 @@ def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> t
     models, five folds below a thousand.
     """
     if held_out is not None and folds is not None:
-        raise DatamodelsError("held_out and folds exclude each other", fix="pass one of them")
+        raise DatamodelsError(
+            "held_out and folds exclude each other",
+            code="datamodels.held_out_and_folds",
+            fix="pass one of them",
+        )
     if folds is not None:
         return None, folds
     if held_out is None and prior and models < 1000:
@@ -294,7 +320,11 @@ def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
     _arguments.count("seed", seed, error=DatamodelsError)
     if isinstance(held_out, float):
         if not 0 < held_out < 1:
-            raise DatamodelsError("held_out as a part must be between 0 and 1", found=held_out)
+            raise DatamodelsError(
+                "held_out as a part must be between 0 and 1",
+                code="datamodels.held_out",
+                found=held_out,
+            )
         count = max(_LEAST_LEFT_OUT, round(held_out * models))
         rows = np.sort(np.random.default_rng(seed).permutation(models)[:count])
     else:
@@ -302,11 +332,13 @@ def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
         if rows.dtype.kind not in "iu" or len(rows) == 0 or rows[0] < 0 or rows[-1] >= models:
             raise DatamodelsError(
                 "held_out must be a part, such as 0.1, or ids of models",
+                code="datamodels.held_out",
                 expected=f"0..{models - 1}",
             )
     if len(rows) < _LEAST_LEFT_OUT or models - len(rows) < _LEAST_LEFT_OUT:
         raise DatamodelsError(
             "too few models to leave some out",
+            code="datamodels.too_few_models",
             found=f"{models} models, {len(rows)} left out",
             expected=f"{_LEAST_LEFT_OUT} or more on either side",
             fix="train more models, or pass lam= and held_out=None",
@@ -319,6 +351,7 @@ def fold_rows(folds: int, models: int, *, seed: int) -> list[AnyArray]:
     if not 2 <= folds <= models // _LEAST_LEFT_OUT:
         raise DatamodelsError(
             "folds must leave three models or more in each",
+            code="datamodels.folds",
             found=f"{folds} folds of {models} models",
             expected=f"2 to {models // _LEAST_LEFT_OUT}",
         )

@@ -165,6 +165,7 @@ class Datamodels:
         if array.shape[1] != self.weights.shape[1]:
             raise DatamodelsError(
                 "these outputs have other targets than the fit",
+                code="datamodels.other_targets",
                 found=f"{array.shape[1]} targets",
                 expected=f"{self.weights.shape[1]}",
             )
@@ -174,6 +175,7 @@ class Datamodels:
         if masks.num_examples != len(self.weights):
             raise DatamodelsError(
                 "these masks are of another data set than the fit",
+                code="datamodels.other_examples",
                 found=f"{masks.num_examples} examples",
                 expected=f"{len(self.weights)}",
             )
@@ -247,7 +249,10 @@ def load(store: Store | str | os.PathLike[str], name: str) -> Datamodels:
     facts = dict(block.schema.fingerprints)
     if facts.get("kind") != _KIND:
         raise DatamodelsError(
-            "these are not fitted datamodels", path=block.path, found=facts.get("kind", "scores")
+            "these are not fitted datamodels",
+            code="datamodels.not_a_fit",
+            path=block.path,
+            found=facts.get("kind", "scores"),
         )
     read = {part.name: block.column(part.name) for part in block.schema.arrays}
     columns: dict[str, AnyArray] = {part: np.asarray(read[part]) for part in read}

@@ -69,6 +69,7 @@ def _refuse(store: Store, spec: Spec, name: str) -> None:
     if done:
         raise DatamodelsError(
             "these models were begun before; nothing was changed",
+            code="datamodels.study_exists",
             path=rows.path,
             found=f"{done} of {rows.num_rows} models are done",
             fix="go on with work or run, or use another name",
@@ -134,6 +135,7 @@ def models_of(store: Store | str | os.PathLike[str], name: str | None = None) ->
     if name is None or name not in known:
         raise DatamodelsError(
             "there are no such models in this store",
+            code="datamodels.unknown_study",
             path=store.location,
             found="no name" if name is None else name,
             expected=" or ".join(known) or "none were begun yet",
@@ -195,6 +197,7 @@ def load_main(module: str) -> Callable[..., Any]:
     if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
         raise DatamodelsError(
             f"{_arguments.short_repr(module)} is no name of a module",
+            code="datamodels.module_name",
             expected="such as examples.train",
         )
     try:
@@ -204,6 +207,7 @@ def load_main(module: str) -> Callable[..., Any]:
             raise  # something that the module itself needs is missing: its traceback says what
         raise DatamodelsError(
             "there is no such module",
+            code="datamodels.unknown_module",
             found=module,
             expected="a dotted name that can be imported from here, such as examples.train",
             fix="run in the folder above it, or set PYTHONPATH",
@@ -212,6 +216,7 @@ def load_main(module: str) -> Callable[..., Any]:
     if not callable(main):
         raise DatamodelsError(
             f"the module {module} has no function main",
+            code="datamodels.no_main",
             expected="def main(*_, index, logdir): ... returning a dictionary",
         )
     try:
@@ -221,6 +226,7 @@ def load_main(module: str) -> Callable[..., Any]:
     except TypeError as error:
         raise DatamodelsError(
             f"main of the module {module} cannot be called with index and logdir",
+            code="datamodels.main_signature",
             found=str(error),
             expected="def main(*_, index, logdir): ... returning a dictionary",
             fix="name the module with the training script",

@@ -75,12 +75,19 @@ class Spec:
             fields = json.loads(Path(file).read_text())
         except OSError as error:
             raise DatamodelsError(
-                "the spec cannot be read", path=path, found=error.strerror
+                "the spec cannot be read",
+                code="datamodels.spec_unreadable",
+                path=path,
+                found=error.strerror,
             ) from error
         except (ValueError, RecursionError) as error:
             document = f"{type(error).__name__}: {error}"[:200]
             raise DatamodelsError(
-                "the spec is not JSON", path=path, found=document, expected=_EXAMPLE
+                "the spec is not JSON",
+                code="datamodels.spec_not_json",
+                path=path,
+                found=document,
+                expected=_EXAMPLE,
             ) from error
         return cls.from_fields(fields, path=path)
 
@@ -94,7 +101,10 @@ class Spec:
             spec = tuple(_field(name, item) for name, item in record.schema.items())
         except (msgspec.ValidationError, RecursionError) as error:
             raise DatamodelsError(
-                f"the spec is wrong: {error}"[:300], path=path, expected=_EXAMPLE
+                f"the spec is wrong: {error}"[:300],
+                code="datamodels.spec_invalid",
+                path=path,
+                expected=_EXAMPLE,
             ) from None
         return cls(record.num_models, spec)
 
@@ -202,6 +212,7 @@ def _array(field: Field, value: Any, index: int) -> AnyArray:
 def _wrong(index: int, what: str, actual: object, expected: object) -> DatamodelsError:
     return DatamodelsError(
         f"model {index}: {what}",
+        code="datamodels.returned_value",
         found=actual,
         expected=expected,
         fix="change what main returns, or the spec; nothing was written",
@@ -324,7 +335,9 @@ def margins_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
     if logits.shape[-1] < 2:
         raise DatamodelsError(
-            "a margin needs at least two classes", found=f"{logits.shape[-1]} logits"
+            "a margin needs at least two classes",
+            code="datamodels.one_class",
+            found=f"{logits.shape[-1]} logits",
         )
     places = labels.expand(logits.shape[:-1]).unsqueeze(-1)
     right = logits.gather(-1, places).squeeze(-1)

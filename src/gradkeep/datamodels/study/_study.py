@@ -228,6 +228,7 @@ class Study:
         if self.job.repeats < 2 or len(whole) < 2:
             raise DatamodelsError(
                 "the ceiling needs subsets that several models have seen",
+                code="datamodels.ceiling_needs_repeats",
                 found=f"repeats={self.job.repeats}, {len(whole)} such subsets are done",
                 fix="make the study with repeats=2 or more, under another name, and run it",
             )
@@ -251,7 +252,9 @@ class Study:
         """
         if self._blank is None:
             raise DatamodelsError(
-                "this study does not keep its models", fix="make it with keep_models=True"
+                "this study does not keep its models",
+                code="datamodels.models_not_saved",
+                fix="make it with keep_models=True",
             )
         flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
         return restore_weights(self._blank(), np.asarray(flat))
@@ -286,7 +289,9 @@ class Study:
         queries = self.job.outputs[self._output(output)].examples if test is None else test
         if queries is None:
             raise DatamodelsError(
-                "this output does not say which examples it is about", fix="pass them as test="
+                "this output does not say which examples it is about",
+                code="datamodels.output_without_examples",
+                fix="pass them as test=",
             )
         from gradkeep.capturing._capture import capture
         from gradkeep.capturing._report import Captured
@@ -296,6 +301,7 @@ class Study:
         if taken:
             raise DatamodelsError(
                 "the study itself names what it captures",
+                code="datamodels.reserved_option",
                 found=", ".join(taken),
                 expected="the model's number as checkpoint, the study's name as run",
             )
@@ -411,6 +417,7 @@ class Study:
         if packed.num_examples != self.job.num_examples:
             raise DatamodelsError(
                 "masks are of other examples",
+                code="datamodels.other_examples",
                 found=f"{packed.num_examples} columns",
                 expected=self.job.num_examples,
             )
@@ -429,6 +436,7 @@ class Study:
             why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
             raise DatamodelsError(
                 "some of the trainings without these examples failed",
+                code="datamodels.retraining_failed",
                 path=rows.path,
                 found="; ".join([str(outcome.progress), *why]),
             )
@@ -445,7 +453,12 @@ class Study:
         if name is None and len(names) == 1:
             return names[0]
         if name not in names:
-            raise DatamodelsError("which output?", found=name, expected=" or ".join(names))
+            raise DatamodelsError(
+                "which output?",
+                code="datamodels.unknown_output",
+                found=name,
+                expected=" or ".join(names),
+            )
         return name
 
     def _choose(self, data: Any, requested: bool | None) -> bool:
@@ -460,6 +473,7 @@ class Study:
         if requested and not possible:
             raise DatamodelsError(
                 "these models cannot be trained stacked",
+                code="datamodels.not_stackable",
                 expected='a Training, subsets="fixed", outputs that follow from logits, no budget',
                 fix="leave out stacked=True",
             )
@@ -504,6 +518,7 @@ def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] |
     if not isinstance(train_fn, Training):
         raise DatamodelsError(
             "how to make an untrained model is not known",
+            code="datamodels.untrained_model",
             fix="give keep_models a function that returns one",
         )
     return train_fn.model

@@ -423,6 +423,7 @@ def restore_weights(model: Any, flat: AnyArray) -> Any:
     if at != len(flat):
         raise DatamodelsError(
             "this model has another number of weights than those that were kept",
+            code="datamodels.weight_count",
             found=at,
             expected=len(flat),
         )
