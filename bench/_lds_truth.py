@@ -23,7 +23,7 @@ from gradkeep.data import dataset, load_digits
 DATA = Path(
     os.environ.get("GRADKEEP_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
 )
-MANY = 50
+MODELS_AT_A_TIME = 50
 """Models trained together."""
 
 
@@ -38,7 +38,7 @@ class Setting:
     epochs: int = 15
     batch_size: int = 32
     lr: float = 0.05
-    together: int = MANY
+    models_at_a_time: int = MODELS_AT_A_TIME
     """Models trained at a time."""
 
 
@@ -66,37 +66,37 @@ class Truth:
     """Weights `[m x seeds, ...]` of these models after the epochs that were kept."""
 
 
-def digits_mlp() -> Setting:
+def build_digits_mlp() -> Setting:
     """1,297 digits to train and 500 to test, MLP 64-128-64-10."""
-    found = load_digits()
-    images = np.concatenate([found.train_images, found.test_images])
-    labels = np.concatenate([found.train_labels, found.test_labels])
+    digits = load_digits()
+    images = np.concatenate([digits.train_images, digits.test_images])
+    labels = np.concatenate([digits.train_labels, digits.test_labels])
     order = np.random.default_rng(0).permutation(len(labels))
     x, y = torch.from_numpy(images[order]), torch.from_numpy(labels[order])
     return Setting("digits MLP", (x[:1297], y[:1297]), (x[1297:], y[1297:]), mlp(64, 128, 64))
 
 
-def mnist(kind: str) -> Setting:
+def build_mnist(kind: str) -> Setting:
     """5,000 MNIST digits to train and 500 to test; `kind` is mlp or logistic."""
     parts = []
     for split, count in (("train", 5000), ("test", 500)):
-        found = dataset("idx", DATA / "mnist", split)
-        chosen = np.random.default_rng(1).permutation(len(found))[:count]
-        rows = [found[int(row)] for row in chosen]
+        source = dataset("idx", DATA / "mnist", split)
+        chosen = np.random.default_rng(1).permutation(len(source))[:count]
+        rows = [source[int(row)] for row in chosen]
         images = torch.stack([torch.as_tensor(row[0]).float().flatten() for row in rows])
         parts.append((images, torch.tensor([int(row[1]) for row in rows])))
     make = mlp(784, 128, 64) if kind == "mlp" else mlp(784)
     # Fewer at a time than of digits: weights, gradients and momenta of 50 leave the cache.
-    return Setting(f"MNIST {kind}", parts[0], parts[1], make, together=20)
+    return Setting(f"MNIST {kind}", parts[0], parts[1], make, models_at_a_time=20)
 
 
 def train_many(
     setting: Setting, subsets: torch.Tensor, seeds: Sequence[int], keep: Sequence[int] = ()
 ) -> Trained:
     """Train one model per subset `[K, S]` and seed; keep weights after the epochs in `keep`."""
-    many = setting.together
+    many = setting.models_at_a_time
     parts = [
-        _train_some(setting, subsets[at : at + many], seeds[at : at + many], keep)
+        _train_stacked(setting, subsets[at : at + many], seeds[at : at + many], keep)
         for at in range(0, len(seeds), many)
     ]
     states = {
@@ -107,7 +107,7 @@ def train_many(
     return Trained(states, torch.cat([part.margins for part in parts]), accuracy)
 
 
-def truth(
+def compute_truth(
     setting: Setting,
     *,
     subsets: int = 100,
@@ -126,25 +126,25 @@ def truth(
     numbers = [10_000 + seed for seed in range(subsets * seeds)]
     trained = train_many(setting, every, numbers, keep)
     margins = trained.margins.reshape(subsets, seeds, -1).numpy()
-    return Truth(masks, margins.mean(1), _ceiling(margins), margins, trained.states)
+    return Truth(masks, margins.mean(1), _estimate_ceiling(margins), margins, trained.states)
 
 
-def full_runs(setting: Setting, runs: int, keep: Sequence[int], *, first: int = 0) -> Trained:
+def train_full_runs(setting: Setting, runs: int, keep: Sequence[int], *, first: int = 0) -> Trained:
     """Models trained on everything."""
     rows = torch.arange(len(setting.train[1])).expand(runs, -1)
     return train_many(setting, rows, list(range(first, first + runs)), keep)
 
 
-def lds(scores: np.ndarray, found: Truth) -> tuple[float, float, float]:
+def compute_lds(scores: np.ndarray, truth: Truth) -> tuple[float, float, float]:
     """The linear datamodeling score of scores `[T, n]`, with a 95 % bootstrap interval."""
     from gradkeep.datamodels import correlation
 
-    predicted = found.masks.astype(np.float64) @ np.asarray(scores, np.float64).T
-    result = correlation(predicted, found.margins, kind="spearman", resamples=200)
+    predicted = truth.masks.astype(np.float64) @ np.asarray(scores, np.float64).T
+    result = correlation(predicted, truth.margins, kind="spearman", resamples=200)
     return result.mean, result.mean_low, result.mean_high
 
 
-def _ceiling(margins: np.ndarray) -> float:
+def _estimate_ceiling(margins: np.ndarray) -> float:
     """By Spearman-Brown from how well two halves of the seeds agree."""
     from gradkeep.datamodels import correlation
 
@@ -162,7 +162,7 @@ def _ceiling(margins: np.ndarray) -> float:
     return float(np.sqrt(seeds * one / (1 + (seeds - 1) * one)))
 
 
-def _train_some(
+def _train_stacked(
     setting: Setting, subsets: torch.Tensor, seeds: Sequence[int], keep: Sequence[int]
 ) -> Trained:
     models = []

@@ -50,59 +50,63 @@ import gradkeep as gk
 from bench import _lm_price, _lm_truth
 from gradkeep.data import GPT
 
-SIDE = 16
+PROJECTION_SIDE = 16
 """Of its projections, by default."""
 QUERIES = 50
-KEPT = "4KiB"
-MORE = 0.25
+KEEP = "4KiB"
+LDS_MARGIN = 0.25
 """How much more LDS ours must have."""
 PRICE = 1.3
 
 
-def price(rows: int, rounds: int) -> bool:
+def compare_prices(rows: int, rounds: int) -> bool:
     """Both captures between plain passes of the same model, then both scorings."""
     torch.manual_seed(0)
     size = _lm_price.VOCABULARY, _lm_price.LENGTH
     net = GPT2LMHeadModel(_config(*size, 256, 4, 4)).eval()
-    tokens = _lm_price.tokens(rows + QUERIES)
-    train, asked = tokens[:rows], tokens[rows:]
+    tokens = _lm_price.draw_tokens(rows + QUERIES)
+    train, queries = tokens[:rows], tokens[rows:]
     batches = list(train.split(_lm_price.BATCH))
     passes = batches if len(batches) <= 16 else batches[: len(batches) // 4]
     share = len(torch.cat(passes)) / rows
     print(f"\nGPT-2 4x256 of transformers, tied; {rows} rows of {_lm_price.LENGTH} tokens")
-    plain(net, passes[:1])
+    run_plain_passes(net, passes[:1])
     ratios: dict[str, list[float]] = {"bergson": [], "ours": []}
     plains: list[float] = []
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         for turn in range(rounds):
-            before = _lm_price.cpu(lambda: plain(net, passes))
+            before = _lm_price.cpu_seconds(lambda: run_plain_passes(net, passes))
             index = Path(place) / f"bergson-{turn}"
-            theirs = _lm_price.cpu(lambda at=index: collect(net, train, at))
+            theirs = _lm_price.cpu_seconds(lambda at=index: build_index(net, train, at))
             net.requires_grad_(requires_grad=True).zero_grad(set_to_none=True)
-            middle = _lm_price.cpu(lambda: plain(net, passes))
+            middle = _lm_price.cpu_seconds(lambda: run_plain_passes(net, passes))
             net.zero_grad(set_to_none=True)
             store = gk.open(Path(place) / f"ours-{turn}")
             began = time.process_time()
-            report = capture(store, net, batches, KEPT)
+            report = capture(store, net, batches, KEEP)
             ours = time.process_time() - began
-            after = _lm_price.cpu(lambda: plain(net, passes))
+            after = _lm_price.cpu_seconds(lambda: run_plain_passes(net, passes))
             plains += [before, middle, after]
             ratios["bergson"].append(theirs * share / ((before + middle) / 2))
             ratios["ours"].append(ours * share / ((middle + after) / 2))
-        taken = {"bergson": _bytes(index, rows), "ours": report.bytes / report.rows}
-        collect(net, asked, Path(place) / "asked")
+        taken = {"bergson": _bytes_per_row(index, rows), "ours": report.bytes / report.rows}
+        build_index(net, queries, Path(place) / "asked")
         net.requires_grad_(requires_grad=True)
-        capture(store, net, [asked], "queries", split="test")
+        capture(store, net, [queries], "queries", split="test")
         scoring = {
-            "bergson": min(_lm_price.cpu(lambda: cosines(index, place)) for _ in range(3)),
-            "ours": min(_lm_price.cpu(lambda: gk.attribute(store)) for _ in range(3)),
+            "bergson": min(
+                _lm_price.cpu_seconds(lambda: search_by_cosine(index, place)) for _ in range(3)
+            ),
+            "ours": min(_lm_price.cpu_seconds(lambda: gk.attribute(store)) for _ in range(3)),
         }
-    for name, found in ratios.items():
+    for name, rounds_of_side in ratios.items():
         print(
-            f"  {name:8} {taken[name]:>8,.0f} bytes a row, captured at {statistics.median(found):.2f} x "
+            f"  {name:8} {taken[name]:>8,.0f} bytes a row, captured at {statistics.median(rounds_of_side):.2f} x "
             f"of a plain pass, {QUERIES} queries scored in {scoring[name]:.2f} CPU s"
         )
-    spent = _lm_price.basis_seconds(net, batches[:8], KEPT) * share / statistics.median(plains)
+    spent = (
+        _lm_price.measure_basis_seconds(net, batches[:8], KEEP) * share / statistics.median(plains)
+    )
     many = statistics.median(ratios["ours"]) - spent + spent * min(1.0, rows / _lm_price.ROWS)
     late = many > PRICE
     print(
@@ -113,13 +117,13 @@ def price(rows: int, rounds: int) -> bool:
     return late
 
 
-def cosines(index: Path, place: str) -> torch.Tensor:
+def search_by_cosine(index: Path, place: str) -> torch.Tensor:
     """As its command query does by default, of queries whose gradients are there."""
-    found = Attributor(index, unit_norm=True)
-    return found.search(_gradients(Path(place) / "asked"), None)[0]
+    attributor = Attributor(index, unit_norm=True)
+    return attributor.search(_gradients(Path(place) / "asked"), None)[0]
 
 
-def plain(net: nn.Module, batches: list[torch.Tensor]) -> None:
+def run_plain_passes(net: nn.Module, batches: list[torch.Tensor]) -> None:
     for batch in batches:
         net.zero_grad(set_to_none=True)
         logits = net(input_ids=batch, use_cache=False).logits
@@ -128,9 +132,9 @@ def plain(net: nn.Module, batches: list[torch.Tensor]) -> None:
         loss.backward()
 
 
-def collect(net: GPT2LMHeadModel, tokens: torch.Tensor, at: Path) -> None:
+def build_index(net: GPT2LMHeadModel, tokens: torch.Tensor, at: Path) -> None:
     """Its index of projected gradients, written to `at`; leaves the model as it prepares it."""
-    config = IndexConfig(run_path=str(at), projection_dim=SIDE)
+    config = IndexConfig(run_path=str(at), projection_dim=PROJECTION_SIDE)
     net.requires_grad_(requires_grad=False)
     net.get_input_embeddings().requires_grad_(True)
     net.loss_function = lambda logits, labels, **more: weighted_causal_lm_ce(
@@ -141,7 +145,7 @@ def collect(net: GPT2LMHeadModel, tokens: torch.Tensor, at: Path) -> None:
     collect_gradients(
         net,
         rows,
-        GradientProcessor(projection_dim=SIDE),
+        GradientProcessor(projection_dim=PROJECTION_SIDE),
         config,
         batches=allocate_batches(rows["length"][:], config.token_batch_size),
     )
@@ -161,40 +165,42 @@ def capture(
     return gk.capture(store, net, rows, task=task, keep=keep, split=split, progress=False)
 
 
-def lds() -> bool:
+def compare_lds() -> bool:
     """What both predict of retraining, from the same weights at the same epoch."""
-    found = _lm_truth.truth(_lm_truth.gpt())
-    setting, missed = found.setting, False
-    print(f"\n{setting.name}, in transformers; ceiling {found.ceiling:.3f}")
+    truth = _lm_truth.compute_truth(_lm_truth.build_gpt())
+    setting, missed = truth.setting, False
+    print(f"\n{setting.name}, in transformers; ceiling {truth.ceiling:.3f}")
     for epoch in (2, setting.epochs):
-        net = converted(found.model(epoch))
+        net = convert_to_transformers(truth.model(epoch))
         with torch.no_grad():
-            apart = net(setting.queries).logits - found.model(epoch)(setting.queries)
+            apart = net(setting.queries).logits - truth.model(epoch)(setting.queries)
         print(f"  epoch {epoch}: logits differ by {float(apart.abs().max()):.1e} at most")
         assert float(apart.abs().max()) < 1e-4
-        scores, taken = by_bergson(net, setting.train, setting.queries)
-        kept = [_lm_truth.lds(values, found) for values in scores.values()]
-        default, best = kept[0], max(kept, key=lambda score: score.mean)
-        for name, score in zip(scores, kept, strict=True):
+        scores, taken = score_with_bergson(net, setting.train, setting.queries)
+        their_scores = [_lm_truth.compute_lds(values, truth) for values in scores.values()]
+        default, best = their_scores[0], max(their_scores, key=lambda score: score.mean)
+        for name, score in zip(scores, their_scores, strict=True):
             print(f"    {name:44} {taken:>7,.0f} bytes a row  {score}", flush=True)
-        streamed = _lm_truth.lds(streamed_ekfac(net, setting.train, setting.queries), found)
+        streamed = _lm_truth.compute_lds(
+            score_with_streamed_ekfac(net, setting.train, setting.queries), truth
+        )
         print(
             f"    {'bergson, EK-FAC, rows read again to answer':44} {0:>7,} bytes a row  {streamed}"
         )
-        for keep in (int(taken) // 4, KEPT):
-            score, size = ours(net, found, keep)
-            more = score.above(default)
-            told = f"    {f'ours, keep={keep!r}':44} {size:>7,.0f} bytes a row  {score}"
-            told += f"; above its default: {more}, above its best: {score.above(best)}"
-            if keep != KEPT:
-                few = more.mean < MORE or size > taken / 4
+        for keep in (int(taken) // 4, KEEP):
+            score, size = score_with_gradkeep(net, truth, keep)
+            more = score.minus(default)
+            line = f"    {f'ours, keep={keep!r}':44} {size:>7,.0f} bytes a row  {score}"
+            line += f"; above its default: {more}, above its best: {score.minus(best)}"
+            if keep != KEEP:
+                few = more.mean < LDS_MARGIN or size > taken / 4
                 missed |= few
-                told += f"  {'MISSES' if few else 'reaches'} {MORE} in a quarter of its bytes"
-            print(told, flush=True)
+                line += f"  {'MISSES' if few else 'reaches'} {LDS_MARGIN} in a quarter of its bytes"
+            print(line, flush=True)
     return missed
 
 
-def converted(model: nn.Module) -> GPT2LMHeadModel:
+def convert_to_transformers(model: nn.Module) -> GPT2LMHeadModel:
     """The same model in the layers of transformers: one for queries, keys and values, transposed."""
     assert isinstance(model, GPT)
     length, dim = model.wpe.weight.shape
@@ -209,63 +215,67 @@ def converted(model: nn.Module) -> GPT2LMHeadModel:
             parts = (attention.query, attention.key, attention.value)
             into.attn.c_attn.weight.copy_(torch.cat([one.weight for one in parts]).T)
             into.attn.c_attn.bias.copy_(torch.cat([one.bias for one in parts]))
-            for layer, found in (
+            for layer, source in (
                 (into.attn.c_proj, attention.out),
                 (into.mlp.c_fc, block.mlp.fc),
                 (into.mlp.c_proj, block.mlp.out),
             ):
-                layer.weight.copy_(found.weight.T)
-                layer.bias.copy_(found.bias)
+                layer.weight.copy_(source.weight.T)
+                layer.bias.copy_(source.bias)
             into.ln_1.load_state_dict(block.ln_1.state_dict())
             into.ln_2.load_state_dict(block.ln_2.state_dict())
     return net
 
 
-def by_bergson(
+def score_with_bergson(
     net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
 ) -> tuple[dict[str, np.ndarray], float]:
     """Scores `[Q, N]`, the default first, and the bytes of a row of its index."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         folder = Path(place)
-        common, asked = _written(folder, net, train, queries)
-        found = {}
+        common, query_config = _write_inputs(folder, net, train, queries)
+        scores_by_name = {}
         for name, unit in (("default (trackstar)", False), ("unit norm (TrackStar's paper)", True)):
             config = TrackstarIndexConfig(run_path=str(folder / f"unit-{unit}"), **common)
-            steps = TrackstarConfig(query=asked)
+            steps = TrackstarConfig(query=query_config)
             steps.preprocess_cfg.unit_normalize = unit
-            with _quiet():
+            with _silence_output():
                 trackstar(config, steps)
             scores = load_scores(folder / f"unit-{unit}" / "scores")
-            found[f"bergson, {name}"] = np.asarray(scores[:], np.float64).T
-        index = IndexConfig(run_path=str(folder / "index"), projection_dim=SIDE, **common)
-        with _quiet():
+            scores_by_name[f"bergson, {name}"] = np.asarray(scores[:], np.float64).T
+        index = IndexConfig(
+            run_path=str(folder / "index"), projection_dim=PROJECTION_SIDE, **common
+        )
+        with _silence_output():
             build(index, PreprocessConfig())
             by_value, places = Attributor(folder / "index", unit_norm=True).search(
                 _gradients(folder / "unit-False" / "query"), None
             )
         cosine = np.empty(by_value.shape)
         np.put_along_axis(cosine, places.numpy(), by_value.numpy(), 1)
-        found["bergson, cosine (query)"] = cosine
-        return found, _bytes(folder / "index", len(train))
+        scores_by_name["bergson, cosine (query)"] = cosine
+        return scores_by_name, _bytes_per_row(folder / "index", len(train))
 
 
-def streamed_ekfac(net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor) -> np.ndarray:
+def score_with_streamed_ekfac(
+    net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
+) -> np.ndarray:
     """Scores `[Q, N]` of whole gradients, which it does not keep."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         folder = Path(place)
-        common, asked = _written(folder, net, train, queries)
-        with _quiet():
+        common, query_config = _write_inputs(folder, net, train, queries)
+        with _silence_output():
             hessian_pipeline(
                 IndexConfig(run_path=str(folder / "run"), **common),
                 HessianConfig(method="kfac", ev_correction=True),
                 ScoreConfig(),
                 PreprocessConfig(),
-                HessianPipelineConfig(query=asked),
+                HessianPipelineConfig(query=query_config),
             )
         return np.asarray(load_scores(folder / "run" / "scores")[:], np.float64).T
 
 
-def _written(
+def _write_inputs(
     folder: Path, net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
 ) -> tuple[dict[str, Any], QuerySetConfig]:
     """The model and both sets of rows as files: what its pipelines read."""
@@ -284,14 +294,14 @@ def _written(
     return common, QuerySetConfig(dataset=str(folder / "queries"))
 
 
-def ours(
-    net: GPT2LMHeadModel, found: _lm_truth.Truth, keep: int | str
+def score_with_gradkeep(
+    net: GPT2LMHeadModel, truth: _lm_truth.Truth, keep: int | str
 ) -> tuple[_lm_truth.Lds, float]:
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store = gk.open(place, durability="process")
-        report = capture(store, net, list(found.setting.train.split(25)), keep)
-        capture(store, net, [found.setting.queries], "queries", split="test")
-        score = _lm_truth.lds(gk.attribute(store).values, found)
+        report = capture(store, net, list(truth.setting.train.split(25)), keep)
+        capture(store, net, [truth.setting.queries], "queries", split="test")
+        score = _lm_truth.compute_lds(gk.attribute(store).values, truth)
         return score, report.bytes / report.rows
 
 
@@ -324,13 +334,13 @@ def _gradients(at: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _bytes(index: Path, rows: int) -> float:
+def _bytes_per_row(index: Path, rows: int) -> float:
     """Of all files of an index, a row."""
     return sum(file.stat().st_size for file in index.rglob("*") if file.is_file()) / rows
 
 
 @contextlib.contextmanager
-def _quiet():
+def _silence_output():
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
@@ -339,7 +349,7 @@ def main(rows: str, rounds: str) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    return int(any([lds(), price(int(rows), int(rounds))]))
+    return int(any([compare_lds(), compare_prices(int(rows), int(rounds))]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ NEEDED = ("pyyaml", "rich", "safetensors", "typer", "xxhash")
 def compare(rows: int, rounds: int) -> bool:
     """Run `_lm_bergson` there; whether a bar was missed."""
     try:
-        python = installed()
+        python = install_bergson()
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"\nbergson: skipped, bergson {VERSION} cannot be installed here ({error})")
         return False
@@ -38,7 +38,7 @@ def compare(rows: int, rounds: int) -> bool:
     return code != 0
 
 
-def installed() -> Path:
+def install_bergson() -> Path:
     """The interpreter of the environment, which is made where it is not there yet."""
     folder = CACHE / f"bergson-{VERSION}"
     python, stamp = folder / "bin" / "python", folder / "installed"

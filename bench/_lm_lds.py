@@ -18,11 +18,15 @@ import torch
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 
 import gradkeep as gk
-from bench import _lm_truth as truths
+from bench import _lm_truth
 
-EARLY = 2
+EARLY_EPOCH = 2
 BATCH = 25
-NAMES = {"gpt": truths.gpt, "stories260k": truths.stories, "large": truths.large}
+NAMES = {
+    "gpt": _lm_truth.build_gpt,
+    "stories260k": _lm_truth.build_stories,
+    "large": _lm_truth.build_large_gpt,
+}
 SIZES = ("1KiB", "2KiB", "4KiB", "16KiB")
 SHARES = {"4KiB": 0.90, "16KiB": 0.95}
 """Of the LDS of exact EK-FAC, by what is kept."""
@@ -43,89 +47,92 @@ class Row:
     """What `keep` was, of ours."""
 
 
-def table(name: str, found: truths.Truth) -> bool:
+def print_table(name: str, truth: _lm_truth.Truth) -> bool:
     """Print the table of one setting; whether a bar was missed."""
-    setting = found.setting
+    setting = truth.setting
     count, length = setting.train.shape
     print(
         f"\n{name}: {setting.name}; {count} rows of {length} tokens, {len(setting.queries)} queries, "
-        f"{len(found.masks)} halves x {setting.seeds} seeds, ceiling {found.ceiling:.3f}"
+        f"{len(truth.masks)} halves x {setting.seeds} seeds, ceiling {truth.ceiling:.3f}"
     )
     missed = False
-    for epoch in (EARLY, setting.epochs):
+    for epoch in (EARLY_EPOCH, setting.epochs):
         print(f"\n  {'epoch ' + str(epoch):34} {'bytes/row':>10} {'LDS, all halves':>22}", end="")
         print(f" {'LDS, report halves':>22} {'of exact: all':>14} {'report':>7}  CPU s of capture")
-        exact: tuple[truths.Lds, truths.Lds] | None = None
-        for row in rows(found, epoch):
-            both = truths.lds(row.scores, found), truths.lds(row.scores, found, found.report)
+        exact: tuple[_lm_truth.Lds, _lm_truth.Lds] | None = None
+        for row in iter_rows(truth, epoch):
+            both = (
+                _lm_truth.compute_lds(row.scores, truth),
+                _lm_truth.compute_lds(row.scores, truth, truth.reporting_subsets),
+            )
             if row.name == "ekfac, exact":
                 exact = both
-            told = f"  {row.name:34} {row.bytes:>10,.0f} {both[0]!s:>22} {both[1]!s:>22}"
+            line = f"  {row.name:34} {row.bytes:>10,.0f} {both[0]!s:>22} {both[1]!s:>22}"
             if exact is not None:
                 shares = [one.mean / whole.mean for one, whole in zip(both, exact, strict=True)]
-                told += f" {shares[0]:>14.0%} {shares[1]:>7.0%}  {row.seconds:>6.1f}"
+                line += f" {shares[0]:>14.0%} {shares[1]:>7.0%}  {row.seconds:>6.1f}"
                 bar = SHARES.get(row.size or "")
                 if bar is not None:
-                    below = both[0].above(exact[0])
+                    below = both[0].minus(exact[0])
                     verdict = "reaches" if shares[0] >= bar else "MISSES"
-                    told += f"  {verdict} {bar:.0%}; {below} of exact"
+                    line += f"  {verdict} {bar:.0%}; {below} of exact"
                     missed |= shares[0] < bar
             if row.size is not None and row.bytes > gk.Keep(row.size).row_bytes:
-                told += "  MISSES the bytes that were said"
+                line += "  MISSES the bytes that were said"
                 missed = True
-            print(told, flush=True)
+            print(line, flush=True)
     return missed
 
 
-def rows(found: truths.Truth, epoch: int) -> Iterator[Row]:
+def iter_rows(truth: _lm_truth.Truth, epoch: int) -> Iterator[Row]:
     """Exact EK-FAC first: the others are measured by it."""
-    yield from exact(found, epoch)
+    yield from iter_exact_rows(truth, epoch)
     for size in SIZES:
-        yield kept(f"ours, {size}", found, epoch, gk.Keep(size), size=size)
+        yield measure_keep(f"ours, {size}", truth, epoch, gk.Keep(size), size=size)
     for size in ("4KiB", "16KiB"):
-        yield from by_layers(found, epoch, size)
-        yield kept(f"1 bit, folded by 4, {size}", found, epoch, gk.Keep(size, group=0))
-        yield kept(f"4 bits, {size}", found, epoch, gk.Keep(size, bits=4))
+        yield from iter_layer_rows(truth, epoch, size)
+        yield measure_keep(f"1 bit, folded by 4, {size}", truth, epoch, gk.Keep(size, group=0))
+        yield measure_keep(f"4 bits, {size}", truth, epoch, gk.Keep(size, bits=4))
         random = gk.Keep(size, coordinates="random", bits=16)
-        yield kept(f"random (LoGra), 16 bits, {size}", found, epoch, random)
+        yield measure_keep(f"random (LoGra), 16 bits, {size}", truth, epoch, random)
     for name, method in (("bigrams, TF-IDF", tf_idf), ("bigrams, BM25", bm25)):
-        setting = found.setting
+        setting = truth.setting
         yield Row(name, 0, method(setting.queries, setting.train), 0)
 
 
-def layer_choices(found: truths.Truth) -> dict[str, list[str]]:
+def layer_choices(truth: _lm_truth.Truth) -> dict[str, list[str]]:
     """Layers that somebody may choose, by their own names."""
-    attention = list(found.setting.attention)
+    attention = list(truth.setting.attention)
     return {
-        "without attention": [f"!{name}" for name in (*attention, found.setting.norms)],
+        "without attention": [f"!{name}" for name in (*attention, truth.setting.norms)],
         "attention alone": attention,
         "all layers": ["*"],
     }
 
 
-def exact(found: truths.Truth, epoch: int) -> Iterator[Row]:
+def iter_exact_rows(truth: _lm_truth.Truth, epoch: int) -> Iterator[Row]:
     """What is asked of whole gradients, from one capture."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
-        store, taken, seconds = captured(place, found, epoch, "exact", "exact")
+        store, taken, seconds = capture_splits(place, truth, epoch, "exact", "exact")
         for method in ("ekfac", "dot", "kernel", "random"):
             options = {"damping": 0.1} if method == "ekfac" else {}
             values = gk.attribute(store, method=method, **options).values
             yield Row(f"{method}, exact", taken, values, seconds)
-        for name, layers in layer_choices(found).items():
+        for name, layers in layer_choices(truth).items():
             if layers != ["*"]:
                 values = gk.attribute(store, method="ekfac", damping=0.1, layers=layers).values
                 yield Row(f"ekfac, exact, {name}", taken, values, seconds)
 
 
-def by_layers(found: truths.Truth, epoch: int, size: str) -> Iterator[Row]:
+def iter_layer_rows(truth: _lm_truth.Truth, epoch: int, size: str) -> Iterator[Row]:
     """What is asked of so many bytes of chosen layers."""
-    for name, layers in layer_choices(found).items():
-        yield kept(f"ours, {size}, {name}", found, epoch, gk.Keep(size), layers=layers)
+    for name, layers in layer_choices(truth).items():
+        yield measure_keep(f"ours, {size}, {name}", truth, epoch, gk.Keep(size), layers=layers)
 
 
-def kept(
+def measure_keep(
     name: str,
-    found: truths.Truth,
+    truth: _lm_truth.Truth,
     epoch: int,
     keep: gk.Keep,
     *,
@@ -134,13 +141,13 @@ def kept(
 ) -> Row:
     """What is asked of so many bytes; of random coordinates, too, EK-FAC says most."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
-        store, taken, seconds = captured(place, found, epoch, keep, "queries", layers=layers)
+        store, taken, seconds = capture_splits(place, truth, epoch, keep, "queries", layers=layers)
         return Row(name, taken, gk.attribute(store, method="ekfac").values, seconds, size)
 
 
-def captured(
+def capture_splits(
     place: str,
-    found: truths.Truth,
+    truth: _lm_truth.Truth,
     epoch: int,
     keep: object,
     queries: object,
@@ -149,7 +156,7 @@ def captured(
 ) -> tuple[gk.Store, float, float]:
     """The store, bytes of a training row, and CPU seconds of capturing the training rows."""
     store = gk.open(place, durability="process")
-    setting, model = found.setting, found.model(epoch)
+    setting, model = truth.setting, truth.model(epoch)
     taken = seconds = 0.0
     for split, tokens, how in (
         ("train", setting.train, keep),

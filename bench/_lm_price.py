@@ -29,8 +29,8 @@ from gradkeep.data import GPT
 
 VOCABULARY, LENGTH, BATCH = 4096, 128, 16
 RANK = 8
-KEPT = ("4KiB", "16KiB")
-FEW = 128
+SIZES = ("4KiB", "16KiB")
+FEW_ROWS = 128
 """Rows of what is dear or does not grow with rows: exact captures, bases, peaks of memory."""
 ROWS = 2000
 """Of the bars: with fewer rows, a larger share of the price is that of the basis."""
@@ -38,17 +38,17 @@ PRICE, EXACT_PRICE, MEMORY = 1.3, 2.0, 1.3
 """The bars, relative to a plain forward and backward pass, and to training with Adam."""
 
 
-def gpt() -> nn.Module:
+def build_gpt() -> nn.Module:
     return GPT(vocabulary=VOCABULARY, length=LENGTH, dim=256, heads=4, layers=4, tied=True)
 
 
-def llama() -> nn.Module:
+def build_llama() -> nn.Module:
     return Llama(256, 688, 4, 8, 4, VOCABULARY)
 
 
-def lora() -> nn.Module:
+def build_lora() -> nn.Module:
     """All of the GPT frozen but a pair of narrow layers beside each linear layer of its blocks."""
-    model = gpt().requires_grad_(requires_grad=False)
+    model = build_gpt().requires_grad_(requires_grad=False)
     for block in model.h:
         for name, layer in list(block.named_modules()):
             if isinstance(layer, nn.Linear):
@@ -71,7 +71,11 @@ class Adapted(nn.Module):
         return self.layer(x) + 2 * self.up(self.down(x))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "lora": lora}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": build_gpt,
+    "llama": build_llama,
+    "lora": build_lora,
+}
 NAMES = {
     "gpt": "GPT 4x256, tied",
     "llama": "Llama 4x256, GQA, SwiGLU",
@@ -79,12 +83,12 @@ NAMES = {
 }
 
 
-def model(name: str) -> nn.Module:
+def build_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]().eval()
 
 
-def tokens(rows: int) -> torch.Tensor:
+def draw_tokens(rows: int) -> torch.Tensor:
     """`[rows, LENGTH]`, the same first ones however many there are."""
     chances = 1 / np.arange(1, VOCABULARY + 1)
     rng = np.random.default_rng(0)
@@ -92,7 +96,7 @@ def tokens(rows: int) -> torch.Tensor:
     return torch.from_numpy(drawn)
 
 
-def plain(net: nn.Module, batches: list[torch.Tensor]) -> None:
+def run_plain_passes(net: nn.Module, batches: list[torch.Tensor]) -> None:
     """Gradients of the summed loss, without a copy of the logits."""
     for batch in batches:
         net.zero_grad(set_to_none=True)
@@ -104,7 +108,7 @@ def _loss(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(net(batch).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def train(net: nn.Module, batches: list[torch.Tensor]) -> None:
+def train_with_adam(net: nn.Module, batches: list[torch.Tensor]) -> None:
     optimizer = torch.optim.Adam([one for one in net.parameters() if one.requires_grad])
     for batch in batches:
         optimizer.zero_grad()
@@ -119,7 +123,7 @@ def capture(
     return gk.capture(store, net, batches, task=task, keep=keep, split=split, progress=False)
 
 
-def cpu(do: Callable[[], object]) -> float:
+def cpu_seconds(do: Callable[[], object]) -> float:
     began = time.process_time()
     do()
     return time.process_time() - began
@@ -138,23 +142,23 @@ class Price:
     basis: float
     """What of it finding the basis took."""
     row_bytes: float
-    plain: float
+    run_plain_passes: float
     """CPU seconds of the plain pass, for 1000 tokens."""
 
     @property
-    def of_many(self) -> float:
+    def ratio_of_bar_rows(self) -> float:
         """The ratio for as many rows as the bars are about: the basis is found once."""
         return self.ratio - self.basis + self.basis * min(1.0, self.rows / ROWS)
 
 
-def priced(net: nn.Module, keep: str, rows: int, rounds: int) -> Price:
+def measure_price(net: nn.Module, keep: str, rows: int, rounds: int) -> Price:
     """Each capture between two plain passes, whose mean it is divided by."""
-    batches = list(tokens(rows).split(BATCH))
-    few = batches[: -(-FEW // BATCH)]
+    batches = list(draw_tokens(rows).split(BATCH))
+    few = batches[: -(-FEW_ROWS // BATCH)]
     passes = batches if len(batches) <= 2 * len(few) else batches[: len(batches) // 4]
     scale = len(torch.cat(passes)) / rows
     ratios, row_bytes, spent = [], 0.0, []
-    before = cpu(lambda: plain(net, passes))
+    before = cpu_seconds(lambda: run_plain_passes(net, passes))
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
             store = gk.open(place)
@@ -163,53 +167,53 @@ def priced(net: nn.Module, keep: str, rows: int, rounds: int) -> Price:
             took = time.process_time() - began
             row_bytes = report.bytes / report.rows
         net.zero_grad(set_to_none=True)
-        after = cpu(lambda: plain(net, passes))
+        after = cpu_seconds(lambda: run_plain_passes(net, passes))
         ratios.append(took * scale / ((before + after) / 2))
         spent += [before, after]
         before = after
     whole = statistics.median(spent) / scale
-    basis = 0.0 if keep == "exact" else basis_seconds(net, few, keep) / whole
+    basis = 0.0 if keep == "exact" else measure_basis_seconds(net, few, keep) / whole
     ratio = statistics.median(ratios)
     each = 1000 * whole / (rows * LENGTH)
     return Price(keep, rows, ratio, min(ratios), max(ratios), basis, row_bytes, each)
 
 
-def basis_seconds(net: nn.Module, batches: list[torch.Tensor], keep: str) -> float:
+def measure_basis_seconds(net: nn.Module, batches: list[torch.Tensor], keep: str) -> float:
     """A capture that has to find the basis, less one that finds it in the store."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store = gk.open(place)
-        first = cpu(lambda: capture(store, net, batches, keep))
-        return first - cpu(lambda: capture(store, net, batches, keep, split="again"))
+        first = cpu_seconds(lambda: capture(store, net, batches, keep))
+        return first - cpu_seconds(lambda: capture(store, net, batches, keep, split="again"))
 
 
-def peak(name: str, what: str) -> tuple[float, float]:
+def measure_peak(name: str, what: str) -> tuple[float, float]:
     """MiB at most of a process of its own, and how much of it came after the imports."""
     command = [sys.executable, "-m", "bench._lm_price", name, what]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return float(told[-2]), float(told[-1])
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(output[-2]), float(output[-1])
 
 
-def compare(name: str, rows: int, rounds: int) -> bool:
+def compare_prices(name: str, rows: int, rounds: int) -> bool:
     """Print what one model costs; whether a bar was missed."""
-    net = model(name)
+    net = build_model(name)
     trained = sum(one.numel() for one in net.parameters() if one.requires_grad)
     print(f"\n{NAMES[name]}: {trained:,} trained parameters, T={LENGTH}, batches of {BATCH}")
-    plain(net, list(tokens(BATCH).split(BATCH)))
+    run_plain_passes(net, list(draw_tokens(BATCH).split(BATCH)))
     missed, first = False, True
-    for keep in ("exact", *KEPT):
-        found = priced(net, keep, FEW if keep == "exact" else rows, rounds)
+    for keep in ("exact", *SIZES):
+        price = measure_price(net, keep, FEW_ROWS if keep == "exact" else rows, rounds)
         if first:
-            print(f"  a plain forward and backward pass: {found.plain:.3f} CPU s for 1000 tokens")
+            print(f"  a plain forward and backward pass: {price.plain:.3f} CPU s for 1000 tokens")
             first = False
         bar = EXACT_PRICE if keep == "exact" else PRICE
-        late = found.of_many > bar
-        said = float("inf") if keep == "exact" else gk.Keep(keep).row_bytes
-        large = found.row_bytes > said
+        late = price.ratio_of_bar_rows > bar
+        promised = float("inf") if keep == "exact" else gk.Keep(keep).row_bytes
+        large = price.row_bytes > promised
         print(
-            f"  keep={keep:6} {found.rows:>5} rows: {found.ratio:.2f} x of a plain pass "
-            f"[{found.least:.2f}, {found.most:.2f}], {found.basis:.2f} of it for the basis;"
-            f" {found.of_many:.2f} for {ROWS} rows {'MISSES' if late else 'reaches'} {bar};"
-            f" {found.row_bytes:,.0f} bytes a row"
+            f"  keep={keep:6} {price.rows:>5} rows: {price.ratio:.2f} x of a plain pass "
+            f"[{price.least:.2f}, {price.most:.2f}], {price.basis:.2f} of it for the basis;"
+            f" {price.ratio_of_bar_rows:.2f} for {ROWS} rows {'MISSES' if late else 'reaches'} {bar};"
+            f" {price.row_bytes:,.0f} bytes a row"
             f"{' MISSES what was said' if large else ''}",
             flush=True,
         )
@@ -217,14 +221,14 @@ def compare(name: str, rows: int, rounds: int) -> bool:
     return missed
 
 
-def remembers(name: str) -> bool:
+def compare_memory(name: str) -> bool:
     """Print the peaks of memory of one model; whether a bar was missed."""
     missed = False
-    print(f"\n{NAMES[name]}: peak memory of {FEW} rows in batches of {BATCH}")
-    whole, own = peak(name, "train")
+    print(f"\n{NAMES[name]}: peak memory of {FEW_ROWS} rows in batches of {BATCH}")
+    whole, own = measure_peak(name, "train")
     print(f"  training with Adam {whole:.0f} MiB, {own:.0f} of it after the imports")
-    for keep in ("exact", *KEPT):
-        most, more = peak(name, keep)
+    for keep in ("exact", *SIZES):
+        most, more = measure_peak(name, keep)
         late = most > MEMORY * whole
         print(
             f"  keep={keep:6} {most:.0f} MiB, {more:.0f}: {most / whole:.2f} x, {more / own:.2f} x"
@@ -238,21 +242,21 @@ def remembers(name: str) -> bool:
 def main(name: str, what: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", gk.CaptureWarning)
-    net, batches = model(name), list(tokens(FEW).split(BATCH))
-    imported = _peak()
+    net, batches = build_model(name), list(draw_tokens(FEW_ROWS).split(BATCH))
+    imported = _read_peak()
     if what == "train":
-        train(net.train(), batches)
+        train_with_adam(net.train(), batches)
     else:
         with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
             capture(gk.open(place), net, batches, what)
-    most = _peak()
+    most = _read_peak()
     print(most, most - imported)
 
 
-def _peak() -> float:
+def _read_peak() -> float:
     """MiB. Not `ru_maxrss`: that of a process begins with the peak of the one that started it."""
-    told = Path("/proc/self/status").read_text()
-    return int(told.partition("VmHWM:")[2].split()[0]) / 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 if __name__ == "__main__":

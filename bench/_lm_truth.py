@@ -52,7 +52,7 @@ class Setting:
     """`[N, T]`"""
     queries: torch.Tensor
     """`[Q, T]`"""
-    asked: np.ndarray
+    continued_rows: np.ndarray
     """`[Q]`: the training row that each query continues"""
     weight_decay: float
     epochs: int
@@ -69,10 +69,10 @@ class Setting:
     def digest(self) -> str:
         """Of all that the truth depends on but the code of the training itself."""
         numbers = (self.weight_decay, self.epochs, self.subsets, self.lr, self.batch_size)
-        found = hashlib.sha256(repr((self.name, *numbers, self.seeds)).encode())
+        digest = hashlib.sha256(repr((self.name, *numbers, self.seeds)).encode())
         for tokens in (self.train, self.queries):
-            found.update(np.ascontiguousarray(tokens.numpy()).tobytes())
-        return found.hexdigest()[:16]
+            digest.update(np.ascontiguousarray(tokens.numpy()).tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,18 +82,18 @@ class Truth:
     setting: Setting
     masks: np.ndarray
     """`[M, N]`, bool"""
-    losses: np.ndarray
+    compute_losses: np.ndarray
     """`[M, S, Q]`: summed loss of each query, by subset and seed"""
     states: dict[int, dict[str, torch.Tensor]]
     """Weights of the run on everything after each epoch, from 1; 0 is the pretrained model."""
 
     @property
-    def choose(self) -> np.ndarray:
+    def selection_subsets(self) -> np.ndarray:
         """The subsets on which a recipe may be chosen."""
         return np.arange(len(self.masks) // 2)
 
     @property
-    def report(self) -> np.ndarray:
+    def reporting_subsets(self) -> np.ndarray:
         """The subsets on which it is then measured."""
         return np.arange(len(self.masks) // 2, len(self.masks))
 
@@ -101,7 +101,9 @@ class Truth:
     def agreement(self) -> float:
         """Mean over queries of the correlation of ranks between two seeds."""
         one, two = self.losses[:, 0], self.losses[:, 1]
-        return float(_spearman(_below(one), _below(two), np.ones((len(one), 1))).mean())
+        return float(
+            _spearman(_compare_pairs(one), _compare_pairs(two), np.ones((len(one), 1))).mean()
+        )
 
     @property
     def ceiling(self) -> float:
@@ -129,21 +131,21 @@ class Lds:
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
-    def above(self, other: Lds) -> Lds:
+    def minus(self, other: Lds) -> Lds:
         """How much this one is above another, measured on the same subsets, with its interval."""
         draws = self.draws - other.draws
         low, high = np.quantile(draws, (0.025, 0.975))
         return Lds(self.mean - other.mean, float(low), float(high), draws)
 
 
-def lds(
-    scores: np.ndarray, found: Truth, subsets: np.ndarray | None = None, *, resamples: int = 500
+def compute_lds(
+    scores: np.ndarray, truth: Truth, subsets: np.ndarray | None = None, *, resamples: int = 500
 ) -> Lds:
     """Of scores `[Q, N]`, positive where a row helps, on all subsets or on those given."""
-    chosen = np.arange(len(found.masks)) if subsets is None else np.asarray(subsets)
-    predicted = found.masks[chosen].astype(np.float64) @ np.asarray(scores, np.float64).T
-    outcomes = -found.losses[chosen].mean(1)
-    below = _below(predicted), _below(outcomes)
+    chosen = np.arange(len(truth.masks)) if subsets is None else np.asarray(subsets)
+    predicted = truth.masks[chosen].astype(np.float64) @ np.asarray(scores, np.float64).T
+    outcomes = -truth.losses[chosen].mean(1)
+    below = _compare_pairs(predicted), _compare_pairs(outcomes)
     count, queries = outcomes.shape
     rng = np.random.default_rng(0)
     each = _spearman(*below, np.ones((count, 1)))
@@ -154,16 +156,16 @@ def lds(
     return Lds(float(each.mean()), float(low), float(high), draws)
 
 
-def gpt() -> Setting:
+def build_gpt() -> Setting:
     """A GPT with 512 byte pairs, from tiny Shakespeare to 500 news (T=48)."""
     start, pairs = _pretrained_gpt(dim=128, heads=4, layers=2)
-    train, queries, asked = _halved_news(pairs, count=500, queries=30, length=48, seed=2611)
+    train, queries, continued_rows = _split_news(pairs, count=500, queries=30, length=48, seed=2611)
     return Setting(
         "GPT 2x128, news",
         start,
         train,
         queries,
-        asked,
+        continued_rows,
         weight_decay=0.01,
         epochs=6,
         subsets=32,
@@ -171,16 +173,16 @@ def gpt() -> Setting:
     )
 
 
-def large() -> Setting:
+def build_large_gpt() -> Setting:
     """A GPT of 10.9 million parameters, from half of tiny Shakespeare to 240 news (T=40)."""
     start, pairs = _pretrained_gpt(dim=384, heads=6, layers=6, signs=500_000, epochs=1, lr=5e-4)
-    train, queries, asked = _halved_news(pairs, count=240, queries=30, length=40, seed=2615)
+    train, queries, continued_rows = _split_news(pairs, count=240, queries=30, length=40, seed=2615)
     return Setting(
         "GPT 6x384, news",
         start,
         train,
         queries,
-        asked,
+        continued_rows,
         weight_decay=0.01,
         epochs=4,
         subsets=16,
@@ -205,13 +207,13 @@ def _pretrained_gpt(
     def start() -> nn.Module:
         torch.manual_seed(5)
         model = GPT(vocabulary=vocabulary, length=64, dim=dim, heads=heads, layers=layers)
-        model.load_state_dict(_pretrained(model, pairs, text[:signs], epochs=epochs, lr=lr))
+        model.load_state_dict(_load_pretrained(model, pairs, text[:signs], epochs=epochs, lr=lr))
         return model
 
     return start, pairs
 
 
-def _halved_news(
+def _split_news(
     pairs: BytePairs, *, count: int, queries: int, length: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """The beginnings of some news, how some of them go on, and which these are."""
@@ -221,24 +223,24 @@ def _halved_news(
     encoded = (pairs.encode(news[at])[: 2 * length] for at in order)
     long = (tokens for tokens in encoded if len(tokens) == 2 * length)
     rows = torch.tensor(list(itertools.islice(long, count)))
-    asked = np.sort(rng.permutation(count)[:queries])
-    return rows[:, :length].clone(), rows[asked, length:].clone(), asked
+    continued_rows = np.sort(rng.permutation(count)[:queries])
+    return rows[:, :length].clone(), rows[continued_rows, length:].clone(), continued_rows
 
 
-def stories() -> Setting:
+def build_stories() -> Setting:
     """The Llama stories260K, from stories to 300 windows of tiny Shakespeare (T=96)."""
     length, count = 96, 300
     tokens = torch.tensor(StoryTokens.read().encode(_shakespeare()[:600_000]))
     windows = tokens[: len(tokens) // (2 * length) * 2 * length].view(-1, 2 * length)
     rng = np.random.default_rng(2612)
     rows = windows[np.sort(rng.permutation(len(windows))[:count])]
-    asked = np.sort(rng.permutation(count)[:30])
+    continued_rows = np.sort(rng.permutation(count)[:30])
     return Setting(
         "stories260K, Shakespeare",
         Llama.read,
         rows[:, :length].clone(),
-        rows[asked, length:].clone(),
-        asked,
+        rows[continued_rows, length:].clone(),
+        continued_rows,
         weight_decay=0.0,
         epochs=5,
         subsets=24,
@@ -248,24 +250,28 @@ def stories() -> Setting:
     )
 
 
-SETTINGS: dict[str, Callable[[], Setting]] = {"gpt": gpt, "stories": stories, "large": large}
+SETTINGS: dict[str, Callable[[], Setting]] = {
+    "gpt": build_gpt,
+    "stories": build_stories,
+    "large": build_large_gpt,
+}
 
 
-def truth(setting: Setting) -> Truth:
+def compute_truth(setting: Setting) -> Truth:
     """Trained once, then read from the cache."""
     path = CACHE / f"lm-truth-{setting.digest}.npz"
     if not path.exists():
-        _write(path, _trained(setting))
-    with np.load(path) as found:
+        _write(path, _train_halves(setting))
+    with np.load(path) as archive:
         states: dict[int, dict[str, torch.Tensor]] = {}
-        for name in found.files:
+        for name in archive.files:
             if name.startswith("state/"):
                 _, epoch, part = name.split("/")
-                states.setdefault(int(epoch), {})[part] = torch.from_numpy(found[name])
-        return Truth(setting, found["masks"], found["losses"], states)
+                states.setdefault(int(epoch), {})[part] = torch.from_numpy(archive[name])
+        return Truth(setting, archive["masks"], archive["losses"], states)
 
 
-def losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def compute_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The summed loss `[B]` of each row of tokens `[B, T]`."""
     logits = model(tokens)[:, :-1]
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(1)
@@ -283,13 +289,13 @@ def fine_tune(
     for epoch in range(1, setting.epochs + 1):
         for places in torch.from_numpy(rng.permutation(rows)).split(setting.batch_size):
             optimizer.zero_grad()
-            losses(model, setting.train[places]).mean().backward()
+            compute_losses(model, setting.train[places]).mean().backward()
             optimizer.step()
         after(epoch, model)
     return model.eval()
 
 
-def _trained(setting: Setting) -> dict[str, np.ndarray]:
+def _train_halves(setting: Setting) -> dict[str, np.ndarray]:
     count = len(setting.train)
     rng = np.random.default_rng(2613)
     halves = np.stack([rng.permutation(count)[: count // 2] for _ in range(setting.subsets)])
@@ -297,52 +303,52 @@ def _trained(setting: Setting) -> dict[str, np.ndarray]:
     np.put_along_axis(masks, halves, True, 1)
     whole = CACHE / f"lm-truth-{setting.digest}-whole.npz"
     if not whole.exists():
-        _write(whole, _states(setting))
+        _write(whole, _train_full_run(setting))
     outcomes = np.zeros((setting.subsets, setting.seeds, len(setting.queries)))
     began = time.monotonic()
     for number, half in enumerate(halves):
         path = CACHE / f"lm-truth-{setting.digest}-half-{number}.npz"
         if not path.exists():
-            _write(path, {"losses": _outcomes(setting, half, 10_000 + number * setting.seeds)})
-        with np.load(path) as found:
-            outcomes[number] = found["losses"]
+            _write(path, {"losses": _train_on_half(setting, half, 10_000 + number * setting.seeds)})
+        with np.load(path) as archive:
+            outcomes[number] = archive["losses"]
         took = time.monotonic() - began
         print(f"\r  {number + 1} of {setting.subsets} halves, {took:.0f} s", end="", flush=True)
     print()
-    with np.load(whole) as found:
-        return {**found, "masks": masks, "losses": outcomes}
+    with np.load(whole) as archive:
+        return {**archive, "masks": masks, "losses": outcomes}
 
 
-def _states(setting: Setting) -> dict[str, np.ndarray]:
+def _train_full_run(setting: Setting) -> dict[str, np.ndarray]:
     """The weights of the run on everything, after each epoch."""
-    kept: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
 
     def keep(epoch: int, model: nn.Module) -> None:
         for name, value in model.state_dict().items():
-            kept[f"state/{epoch}/{name}"] = value.clone().numpy()
+            arrays[f"state/{epoch}/{name}"] = value.clone().numpy()
 
     keep(0, setting.start())
     fine_tune(setting, np.arange(len(setting.train)), 2614, keep)
-    return kept
+    return arrays
 
 
-def _outcomes(setting: Setting, half: np.ndarray, seed: int) -> np.ndarray:
+def _train_on_half(setting: Setting, half: np.ndarray, seed: int) -> np.ndarray:
     """`[S, Q]`: the losses of models trained on that half with this seed and those after it."""
     outcomes = np.zeros((setting.seeds, len(setting.queries)))
     for at in range(setting.seeds):
         model = fine_tune(setting, half, seed + at, lambda epoch, model: None)
         with torch.no_grad():
-            outcomes[at] = losses(model, setting.queries).numpy()
+            outcomes[at] = compute_losses(model, setting.queries).numpy()
     return outcomes
 
 
-def _pretrained(
+def _load_pretrained(
     model: nn.Module, pairs: BytePairs, text: str, *, epochs: int, lr: float
 ) -> dict[str, torch.Tensor]:
     """Some epochs of next-token prediction on the text, cached."""
     length, batch = 48, 32
-    told = repr((pairs.merges, len(text), length, batch, epochs, lr, str(model))).encode()
-    path = CACHE / f"lm-pretrained-{hashlib.sha256(told).hexdigest()[:16]}.npz"
+    recipe = repr((pairs.merges, len(text), length, batch, epochs, lr, str(model))).encode()
+    path = CACHE / f"lm-pretrained-{hashlib.sha256(recipe).hexdigest()[:16]}.npz"
     if not path.exists():
         tokens = torch.tensor(pairs.encode(text))
         rows = tokens[: len(tokens) // length * length].view(-1, length)
@@ -351,11 +357,11 @@ def _pretrained(
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
             for places in order.split(batch):
                 optimizer.zero_grad()
-                losses(model, rows[places]).mean().backward()
+                compute_losses(model, rows[places]).mean().backward()
                 optimizer.step()
         _write(path, {name: value.numpy() for name, value in model.state_dict().items()})
-    with np.load(path) as found:
-        return {name: torch.from_numpy(found[name]) for name in found.files}
+    with np.load(path) as archive:
+        return {name: torch.from_numpy(archive[name]) for name in archive.files}
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -395,7 +401,7 @@ class BytePairs:
                 for pair in itertools.pairwise(word):
                     pairs[pair] += count
             best = max(pairs, key=lambda pair: (pairs[pair], pair))
-            words = [(_merged(word, best, 256 + len(merges)), count) for word, count in words]
+            words = [(_merge_pair(word, best, 256 + len(merges)), count) for word, count in words]
             merges.append(best)
         return cls(tuple(merges))
 
@@ -407,7 +413,7 @@ class BytePairs:
         if piece not in known:
             word = list(piece.encode())
             for number, pair in enumerate(self.merges):
-                word = _merged(word, pair, 256 + number)
+                word = _merge_pair(word, pair, 256 + number)
             known[piece] = word
         return known[piece]
 
@@ -416,16 +422,16 @@ class BytePairs:
         return {}
 
 
-def _merged(word: list[int], pair: tuple[int, int], into: int) -> list[int]:
+def _merge_pair(word: list[int], pair: tuple[int, int], into: int) -> list[int]:
     if pair[0] not in word:
         return word
-    made: list[int] = []
+    merged: list[int] = []
     for token in word:
-        if made and (made[-1], token) == pair:
-            made[-1] = into
+        if merged and (merged[-1], token) == pair:
+            merged[-1] = into
         else:
-            made.append(token)
-    return made
+            merged.append(token)
+    return merged
 
 
 @dataclass(frozen=True)
@@ -535,8 +541,8 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         normed = self.norm_1(x)
-        query = _turned(self.q(normed).unflatten(-1, (self.heads, -1)), cos, sin)
-        key = _turned(self.k(normed).unflatten(-1, (self.shared, -1)), cos, sin)
+        query = _rotate(self.q(normed).unflatten(-1, (self.heads, -1)), cos, sin)
+        key = _rotate(self.k(normed).unflatten(-1, (self.shared, -1)), cos, sin)
         value = self.v(normed).unflatten(-1, (self.shared, -1))
         key, value = (part.repeat_interleave(self.heads // self.shared, 2) for part in (key, value))
         seen = F.scaled_dot_product_attention(
@@ -547,14 +553,14 @@ class LlamaLayer(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Neighbouring pairs of `[N, T, heads, width]` turned by their position's angles."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
 
 
-def _below(values: np.ndarray) -> np.ndarray:
+def _compare_pairs(values: np.ndarray) -> np.ndarray:
     """`[Q, M, M]`: whether value j of `[M, Q]` is below value i, one half where they are equal."""
     columns = values.T
     less = columns[:, None, :] < columns[:, :, None]
@@ -572,15 +578,15 @@ def _spearman(one: np.ndarray, two: np.ndarray, weights: np.ndarray) -> np.ndarr
     return both / np.sqrt(np.maximum(sizes, 1e-300))
 
 
-def exact_scores(found: Truth, epoch: int, **options: object) -> np.ndarray:
+def compute_exact_scores(truth: Truth, epoch: int, **options: object) -> np.ndarray:
     """Scores `[Q, N]` of `gk.attribute` on a store with all factors of that epoch."""
-    setting = found.setting
+    setting = truth.setting
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store = gk.open(place, durability="process")
         for split, tokens in (("train", setting.train), ("test", setting.queries)):
             gk.capture(
                 store,
-                found.model(epoch),
+                truth.model(epoch),
                 list(tokens.split(25)),
                 task=gk.LanguageModeling(),
                 checkpoints=f"epoch-{epoch}",
@@ -590,32 +596,32 @@ def exact_scores(found: Truth, epoch: int, **options: object) -> np.ndarray:
         return gk.attribute(store, queries="test", train="train", **options).values
 
 
-def main(wanted: Sequence[str]) -> None:
-    for name in wanted or SETTINGS:
+def main(names: Sequence[str]) -> None:
+    for name in names or SETTINGS:
         setting = SETTINGS[name]()
-        found = truth(setting)
+        result = compute_truth(setting)
         rows, length = setting.train.shape
-        model = found.model(setting.epochs)
+        model = result.model(setting.epochs)
         with torch.no_grad():
-            told = [
-                f"{float(losses(found.model(epoch), setting.queries).mean()) / (length - 1):.3f}"
+            losses_by_epoch = [
+                f"{float(compute_losses(result.model(epoch), setting.queries).mean()) / (length - 1):.3f}"
                 for epoch in range(setting.epochs + 1)
             ]
         print(f"{setting.name}: {rows} rows of {length}, {len(setting.queries)} queries,")
         print(f"  {sum(weight.numel() for weight in model.parameters()):,} parameters;")
-        print(f"  loss of queries per token by epoch of the full run: {', '.join(told)}")
-        print(f"  seeds agree {found.agreement:.3f}, ceiling {found.ceiling:.3f}")
+        print(f"  loss of queries per token by epoch of the full run: {', '.join(losses_by_epoch)}")
+        print(f"  seeds agree {result.agreement:.3f}, ceiling {result.ceiling:.3f}")
         for epoch in (2, setting.epochs):
             for method, options in (("dot", {}), ("ekfac", {"damping": 0.1})):
                 began = time.process_time()
-                scores = exact_scores(found, epoch, method=method, **options)
+                scores = compute_exact_scores(result, epoch, method=method, **options)
                 took = time.process_time() - began
                 halves = ", ".join(
-                    f"{half} {lds(scores, found, subsets)}"
+                    f"{half} {compute_lds(scores, result, subsets)}"
                     for half, subsets in (
                         ("all", None),
-                        ("choose", found.choose),
-                        ("report", found.report),
+                        ("choose", result.selection_subsets),
+                        ("report", result.reporting_subsets),
                     )
                 )
                 print(f"  {method}, epoch {epoch}: {halves} ({took:.0f} CPU s)", flush=True)

@@ -21,7 +21,7 @@ import gradkeep as gk
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A model, its task and its data."""
 
     name: str
@@ -42,13 +42,13 @@ class Work:
                 losses.append(each)
         torch.cat(losses)
 
-    def read(self) -> None:
+    def read_loader(self) -> None:
         """A pass over the loader alone."""
         for _ in self.loader:
             pass
 
 
-class Own(Dataset[Any]):
+class ItemDataset(Dataset[Any]):
     """Rows as anyone's data set gives them, one by one."""
 
     def __init__(self, rows: TensorDataset) -> None:
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         return self.head(self.body(self.embed(tokens)))
 
 
-def images_cnn() -> nn.Module:
+def build_cnn() -> nn.Module:
     """Three convolutions and a linear layer on images of 3 x 32 x 32."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -83,14 +83,14 @@ def images_cnn() -> nn.Module:
     ).eval()
 
 
-def works(scale: float = 1.0) -> list[Work]:
+def build_workloads(scale: float = 1.0) -> list[Workload]:
     """All of them; `scale` multiplies their rows."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     mlp = nn.Sequential(
         nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     )
-    cnn = images_cnn()
+    cnn = build_cnn()
 
     def rows(count: int, *shape: int) -> TensorDataset:
         count = int(count * scale)
@@ -103,10 +103,10 @@ def works(scale: float = 1.0) -> list[Work]:
     digits = rows(20_000, 784)
     images, words = gk.Classification(), gk.LanguageModeling()
     return [
-        Work("MLP 784-256-256-10", mlp.eval(), images, DataLoader(digits, 256)),
-        Work("MLP, own data set", mlp.eval(), images, DataLoader(Own(digits), 256)),
-        Work("CNN 3x32x32", cnn.eval(), images, DataLoader(rows(3000, 3, 32, 32), 128)),
-        Work(
+        Workload("MLP 784-256-256-10", mlp.eval(), images, DataLoader(digits, 256)),
+        Workload("MLP, own data set", mlp.eval(), images, DataLoader(ItemDataset(digits), 256)),
+        Workload("CNN 3x32x32", cnn.eval(), images, DataLoader(rows(3000, 3, 32, 32), 128)),
+        Workload(
             "transformer T=64",
             Transformer().eval(),
             words,
@@ -115,10 +115,10 @@ def works(scale: float = 1.0) -> list[Work]:
     ]
 
 
-def ratio(plain: Any, other: Any, rounds: int) -> tuple[float, float, float]:
+def measure_ratio(plain: Any, other: Any, rounds: int) -> tuple[float, float, float]:
     """CPU seconds of both and the median of their ratios, taking turns."""
     plain(), other()
-    times = [(cpu(plain), cpu(other)) for _ in range(rounds)]
+    times = [(cpu_seconds(plain), cpu_seconds(other)) for _ in range(rounds)]
     ratios = [late / early for early, late in times]
     return (
         statistics.median(early for early, _ in times),
@@ -127,7 +127,7 @@ def ratio(plain: Any, other: Any, rounds: int) -> tuple[float, float, float]:
     )
 
 
-def cpu(function: Any) -> float:
+def cpu_seconds(function: Any) -> float:
     started = time.process_time()
     function()
     return time.process_time() - started

@@ -46,10 +46,10 @@ class Vgg(nn.Module):
                 inputs = width
             stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
         self.stages = nn.ModuleList(stages)
-        left = side // 2 ** len(widths)
+        final_side = side // 2 ** len(widths)
         self.head = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(inputs * left * left, 256),
+            nn.Linear(inputs * final_side * final_side, 256),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
             nn.Linear(256, 10),
@@ -85,7 +85,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(functional.gelu(self.up(self.second(x)))))
 
 
-class Words(nn.Module):
+class LanguageModel(nn.Module):
     """Embedding, layers, scores."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Words(nn.Module):
         return self.scores(self.norm(x))
 
 
-def _in_segments(model: nn.Module, stages: list[nn.Module], before, after):
+def _segment_placements(model: nn.Module, stages: list[nn.Module], before, after):
     """Placements for a chain of stages: k segments, or the first stages one by one."""
 
     def place(groups):
@@ -123,21 +123,21 @@ def _in_segments(model: nn.Module, stages: list[nn.Module], before, after):
         return on
 
     count = len(stages)
-    found = []
+    placements = []
     for parts in sorted({2, 3, 4, 6, 8, 11, 15, count}):
         if parts <= count:
             edges = [round(part * count / parts) for part in range(parts + 1)]
             groups = [stages[a:b] for a, b in itertools.pairwise(edges)]
-            found.append((f"{parts} segments", place([(g, g is groups[-1]) for g in groups])))
+            placements.append((f"{parts} segments", place([(g, g is groups[-1]) for g in groups])))
     for share in (0.25, 0.5, 0.75):
         first = max(1, round(share * count))
-        found.append(
+        placements.append(
             (f"first {share:.0%}", place([([s], at >= first) for at, s in enumerate(stages)]))
         )
-    return tuple(found)
+    return tuple(placements)
 
 
-def _part_by_part(parts: list[nn.Module]):
+def _module_placements(parts: list[nn.Module]):
     """Placements for parts that are not a chain: all, every other one, the first ones."""
 
     def place(chosen):
@@ -166,27 +166,27 @@ def _part_by_part(parts: list[nn.Module]):
     return tuple((name, place(list(dict.fromkeys(some)))) for name, some in chosen.items() if some)
 
 
-def _same(x):
+def _identity(x):
     return x
 
 
-def _steps_at_a_time(model):
+def _time_step_placements(model):
     """Placements for the unrolled recurrent network: so many time steps in a segment."""
 
     def place(length):
-        def some(state, kept, *steps):
+        def some(state, cell, *steps):
             for x in steps:
                 gates = model.from_input(x) + model.from_state(state)
                 entering, leaving, showing, content = gates.chunk(4, 1)
-                kept = leaving.sigmoid() * kept + entering.sigmoid() * content.tanh()
-                state = showing.sigmoid() * kept.tanh()
-            return state, kept
+                cell = leaving.sigmoid() * cell + entering.sigmoid() * content.tanh()
+                state = showing.sigmoid() * cell.tanh()
+            return state, cell
 
         def forward(steps):
-            state = kept = steps[0].new_zeros(len(steps[0]), model.memory)
+            state = cell = steps[0].new_zeros(len(steps[0]), model.memory)
             for at in range(0, len(steps), length):
                 part = steps[at : at + length]
-                state, kept = checkpoint(some, state, kept, *part, use_reentrant=False)
+                state, cell = checkpoint(some, state, cell, *part, use_reentrant=False)
             return state
 
         def on():
@@ -198,46 +198,36 @@ def _steps_at_a_time(model):
     return tuple((f"{length} steps", place(length)) for length in (1, 2, 3, 4, 6, 8, 12))
 
 
-def _zoo(name: str, seed: int, **sizes: float) -> Subject:
+def _build_from_zoo(name: str, seed: int, **sizes: float) -> Subject:
     work = build(name, seed=seed, **sizes)
     model = work.model
     if isinstance(model, nn.Sequential):
-        placements = _in_segments(model, list(model), _same, _same)
+        placements = _segment_placements(model, list(model), _identity, _identity)
     elif name == "unet":
-        placements = _part_by_part([model.first, *model.down, *model.up])
+        placements = _module_placements([model.first, *model.down, *model.up])
     elif name == "lstm":
-        placements = _steps_at_a_time(model)
+        placements = _time_step_placements(model)
     else:
-        placements = _part_by_part([model.core])
+        placements = _module_placements([model.core])
     return Subject(name, model, work.loss, placements)
 
 
-def _units(model: Vgg) -> list[nn.Module]:
-    """Convolution, normalization and ReLU together: a checkpoint must not begin with an in-place one."""
-    found: list[nn.Module] = []
-    for stage in model.stages:
-        layers = list(stage)
-        found += [nn.Sequential(*layers[at : at + 3]) for at in range(0, len(layers) - 1, 3)]
-        found.append(layers[-1])
-    return found
-
-
-def _vgg(seed: int) -> Subject:
+def _build_vgg(seed: int) -> Subject:
     model = Vgg(((32, 32), (64, 64), (128, 128)), 32)
     images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
     return Subject(
         "vgg",
         model,
         lambda: functional.cross_entropy(model(images), labels),
-        _in_segments(
-            model, [layer for stage in model.stages for layer in stage], _same, model.head
+        _segment_placements(
+            model, [layer for stage in model.stages for layer in stage], _identity, model.head
         ),
     )
 
 
-def _words(name: str, *, dropout: float, fused: bool) -> Subject:
+def _build_language_model(name: str, *, dropout: float, fused: bool) -> Subject:
     tokens, length, batch = 500, 128, 8
-    model = Words(tokens, 256 if dropout else 192, 4, length, dropout, fused=fused)
+    model = LanguageModel(tokens, 256 if dropout else 192, 4, length, dropout, fused=fused)
     text = torch.randint(tokens, (batch, length + 1))
     return Subject(
         name,
@@ -245,7 +235,7 @@ def _words(name: str, *, dropout: float, fused: bool) -> Subject:
         lambda: functional.cross_entropy(
             model(text[:, :-1]).reshape(-1, tokens), text[:, 1:].reshape(-1)
         ),
-        _in_segments(
+        _segment_placements(
             model,
             list(model.layers),
             lambda text: model.embedding(text) + model.places,
@@ -257,22 +247,22 @@ def _words(name: str, *, dropout: float, fused: bool) -> Subject:
 SUBJECTS = (*("resnet32", "vgg", "unet", "transformer", "lstm", "fused_lstm", "densenet", "gpt"),)
 
 
-def subject(name: str, seed: int = 0) -> Subject:
+def build_subject(name: str, seed: int = 0) -> Subject:
     """Build one of them; the same seed gives the same model and data."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "resnet32":
-            return _zoo("resnet32", seed, batch_size=16)
+            return _build_from_zoo("resnet32", seed, batch_size=16)
         if name == "vgg":
-            return _vgg(seed)
+            return _build_vgg(seed)
         if name == "unet":
-            return _zoo("unet", seed, batch_size=8, channels=12)
+            return _build_from_zoo("unet", seed, batch_size=8, channels=12)
         if name == "transformer":
-            return _words("transformer", dropout=0.1, fused=False)
+            return _build_language_model("transformer", dropout=0.1, fused=False)
         if name == "lstm":
-            return _zoo("lstm", seed, batch_size=256, length=16, in_dim=128, mem_dim=256)
+            return _build_from_zoo("lstm", seed, batch_size=256, length=16, in_dim=128, mem_dim=256)
         if name == "fused_lstm":
-            return _zoo(
+            return _build_from_zoo(
                 "lstm_encoder",
                 seed,
                 batch_size=32,
@@ -283,7 +273,7 @@ def subject(name: str, seed: int = 0) -> Subject:
                 layers=3,
             )
         if name == "densenet":
-            return _zoo("densenet100", seed, batch_size=4)
+            return _build_from_zoo("densenet100", seed, batch_size=4)
         if name == "gpt":
-            return _words("gpt", dropout=0.0, fused=True)
+            return _build_language_model("gpt", dropout=0.0, fused=True)
     raise ValueError(name)

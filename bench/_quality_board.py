@@ -13,7 +13,7 @@ from gradkeep.evaluate._judging import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import Store
 
-BOARD = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
 How well each method predicts retraining, and how well each measure finds wrong labels. `./x bench quality [SETTING ...]` wrote
@@ -53,7 +53,7 @@ class Bar:
     entry: str
     least: float
 
-    def told(self, value: float) -> str:
+    def describe(self, value: float) -> str:
         verdict = "reached" if value >= self.least else "**missed**"
         return f"Target: {self.entry} at least {self.least:.2f}; {verdict}: {value:.3f}."
 
@@ -71,98 +71,105 @@ class Section:
         return "\n".join([f"## {self.name}: {self.title}", "", *self.lines]).rstrip() + "\n"
 
 
-def span(found: Evaluation) -> str:
-    low, high = found.interval
-    return f"{found.value:.3f} [{low:.3f}, {high:.3f}]"
+def format_evaluation(evaluation: Evaluation) -> str:
+    low, high = evaluation.interval
+    return f"{evaluation.value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def judged(store: Store, truth: GroundTruth, entries: Sequence[Entry]) -> Judgement:
+def judge_entries(store: Store, truth: GroundTruth, entries: Sequence[Entry]) -> Judgement:
     """All entries by their LDS on the reporting half."""
-    given = {one.name: one.scores for one in entries}
-    return judge_methods(store, truth, methods=(), extra_scores=given, hybrid_of_best=False)
+    scores = {one.name: one.scores for one in entries}
+    return judge_methods(store, truth, methods=(), extra_scores=scores, hybrid_of_best=False)
 
 
-def table(found: Judgement, entries: Sequence[Entry]) -> list[str]:
+def format_table(judgement: Judgement, entries: Sequence[Entry]) -> list[str]:
     """A line for each method, the best first."""
     prices = {one.name: one for one in entries}
     lines = [
         "| method | LDS | of ceiling | best minus this | CPU s | bytes/row |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for one in found.methods:
+    for one in judgement.methods:
         figure, price = one.evaluation, prices[one.name]
         assert figure is not None
         ahead = "-"
-        if one is not found.best:
-            apart = found.against_best(one.name)
+        if one is not judgement.best:
+            apart = judgement.against_best(one.name)
             ahead = f"{apart.value:+.3f} [{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]"
         share = "-" if figure.share is None else f"{figure.share:.0%}"
-        kept = "-" if price.bytes_per_row is None else f"{price.bytes_per_row:,.0f}"
+        row_bytes = "-" if price.bytes_per_row is None else f"{price.bytes_per_row:,.0f}"
         mark = "" if not price.peer else " (peer)"
-        cells = (one.name + mark, span(figure), share, ahead, f"{price.seconds:.1f}", kept)
+        cells = (
+            one.name + mark,
+            format_evaluation(figure),
+            share,
+            ahead,
+            f"{price.seconds:.1f}",
+            row_bytes,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def chosen(found: Judgement, entries: Sequence[Entry]) -> str:
+def select_own_method(judgement: Judgement, entries: Sequence[Entry]) -> str:
     """The best of ours that saw no outcome, by the selection half."""
     fits = {
-        one.name: lds(one.scores, found.truth, part="choosing", resamples=100).value
+        one.name: lds(one.scores, judgement.truth, part="choosing", resamples=100).value
         for one in entries
         if not one.peer and not one.scores.chosen_on
     }
     return max(fits, key=lambda name: fits[name])
 
 
-def against_peers(found: Judgement, entries: Sequence[Entry]) -> str:
+def compare_with_peers(judgement: Judgement, entries: Sequence[Entry]) -> str:
     """That one against best peer.
 
     Which is the best on the reporting half: what luck there is in it is in the peers' favour.
     """
     named = {one.name for one in entries if one.peer}
-    figures = {one.name: one.evaluation for one in found.methods}
-    ours = chosen(found, entries)
-    peers = next(one.name for one in found.methods if one.name in named)
+    figures = {one.name: one.evaluation for one in judgement.methods}
+    ours = select_own_method(judgement, entries)
+    peers = next(one.name for one in judgement.methods if one.name in named)
     first, second = figures[ours], figures[peers]
     assert first is not None
     assert second is not None
     apart = compare(first, second)
     low, high = apart.interval
-    told = "ahead" if low > 0 else "behind" if high < 0 else "no significant difference"
+    verdict = "ahead" if low > 0 else "behind" if high < 0 else "no significant difference"
     share = "" if first.share is None else f", {first.share:.0%} of the ceiling"
     return (
         f"Our best without outcomes, selected on the selection half: *{ours}* ({first.value:.3f}{share}); the "
         f"best that peers have, *{peers}* ({second.value:.3f}): {apart.value:+.3f} [{low:+.3f}, {high:+.3f}], "
-        f"{told}."
+        f"{verdict}."
     )
 
 
-def bars(found: Judgement, wanted: Sequence[Bar]) -> tuple[list[str], bool]:
+def check_bars(judgement: Judgement, targets: Sequence[Bar]) -> tuple[list[str], bool]:
     """What each bar came to, and whether one was missed."""
-    figures = {one.name: one.evaluation for one in found.methods}
+    figures = {one.name: one.evaluation for one in judgement.methods}
     lines, missed = [], False
-    for bar in wanted:
+    for bar in targets:
         figure = figures[bar.entry]
         assert figure is not None
-        lines += ["", bar.told(figure.value)]
+        lines += ["", bar.describe(figure.value)]
         missed |= figure.value < bar.least
     return lines, missed
 
 
-def write(sections: Sequence[Section], order: Sequence[str], path: Path = BOARD) -> None:
+def write_page(sections: Sequence[Section], order: Sequence[str], path: Path = PAGE) -> None:
     """Put these sections on the board; those of other settings stay as they are."""
-    kept: dict[str, str] = {}
+    sections_by_name: dict[str, str] = {}
     if path.exists():
         for part in path.read_text(encoding="utf-8").split("\n## ")[1:]:
-            kept[part.split(":", 1)[0]] = f"## {part.rstrip()}\n"
-    kept |= {one.name: str(one) for one in sections}
-    parts = [kept[name] for name in order if name in kept]
-    missing = [name for name in order if name not in kept]
+            sections_by_name[part.split(":", 1)[0]] = f"## {part.rstrip()}\n"
+    sections_by_name |= {one.name: str(one) for one in sections}
+    parts = [sections_by_name[name] for name in order if name in sections_by_name]
+    missing = [name for name in order if name not in sections_by_name]
     head = HEAD + (f"\nNot run yet: {', '.join(missing)}.\n" if missing else "")
     path.write_text("\n".join([head, *parts]), encoding="utf-8")
 
 
-def finished(section: Section, seconds: float) -> Section:
+def add_total_seconds(section: Section, seconds: float) -> Section:
     """With what the whole setting cost."""
-    told = f"Total, with training: {seconds:.0f} CPU seconds."
-    return dataclasses.replace(section, lines=(*section.lines, "", told))
+    total = f"Total, with training: {seconds:.0f} CPU seconds."
+    return dataclasses.replace(section, lines=(*section.lines, "", total))

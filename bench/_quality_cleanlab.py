@@ -12,7 +12,7 @@ import numpy as np
 from bench._lm_truth import CACHE
 
 VERSION = "2.9.0"
-ASK = """
+SCRIPT = """
 import sys
 import numpy as np
 from cleanlab.filter import find_label_issues
@@ -25,22 +25,24 @@ np.savez(sys.argv[2], listed=listed, quality=get_label_quality_scores(labels, p,
 """
 
 
-def ranked(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def rank_rows(
+    probabilities: np.ndarray, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Its suspicion of every row `[N]`, and the rows that `find_label_issues` lists, the worst first."""
     try:
-        python = _installed()
+        python = _install()
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"cleanlab: skipped, cleanlab {VERSION} cannot be installed here ({error})")
         return None
     with tempfile.TemporaryDirectory(prefix="gradkeep-") as place:
-        asked, told = Path(place) / "asked.npz", Path(place) / "told.npz"
-        np.savez(asked, probabilities=probabilities, labels=labels)
-        subprocess.run([str(python), "-c", ASK, str(asked), str(told)], check=True)
-        with np.load(told) as found:
-            return 1 - found["quality"], found["listed"]
+        inputs, results = Path(place) / "asked.npz", Path(place) / "told.npz"
+        np.savez(inputs, probabilities=probabilities, labels=labels)
+        subprocess.run([str(python), "-c", SCRIPT, str(inputs), str(results)], check=True)
+        with np.load(results) as archive:
+            return 1 - archive["quality"], archive["listed"]
 
 
-def _installed() -> Path:
+def _install() -> Path:
     """The interpreter of the environment, which is made where it is not there yet."""
     folder = CACHE / f"cleanlab-{VERSION}"
     python, stamp = folder / "bin" / "python", folder / "installed"

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from bench import _lds_truth as truths
+from bench import _lds_truth
 from bench import _quality_cleanlab as cleanlab
-from bench._quality_board import Section, span
+from bench._quality_board import Section, format_evaluation
 from gradkeep.attribution._suspects import Suspects
 from gradkeep.datamodels import Output, Training, margins
 from gradkeep.evaluate import (
@@ -32,7 +32,7 @@ COMBINED = "rank sum of saved-epochs loss and out-of-fold loss"
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class LabelSetting:
     """Rows, and how a model is trained on them."""
 
     title: str
@@ -42,50 +42,52 @@ class Labelled:
     epochs: int
     batch_size: int
     lr: float
-    kept: tuple[int, ...]
+    saved_epochs: tuple[int, ...]
     least: float | None = None
     """The AUC that the combined measure must reach."""
 
 
 def digits(full: bool) -> Section:
     """1,297 digits, MLP."""
-    found = truths.digits_mlp()
-    data = Labelled("digits MLP", found.train, found.test, found.make, 15, 32, 0.05, (2, 3, 4, 5))
-    return labels("labels-digits", data, seeds=5)
+    setting = _lds_truth.build_digits_mlp()
+    data = LabelSetting(
+        "digits MLP", setting.train, setting.test, setting.make, 15, 32, 0.05, (2, 3, 4, 5)
+    )
+    return evaluate_labels("labels-digits", data, seeds=5)
 
 
 def mnist(full: bool) -> Section:
     """MNIST, MLP."""
-    found = truths.mnist("mlp")
+    setting = _lds_truth.build_mnist("mlp")
     rows = 5000 if full else 3000
-    train = (found.train[0][:rows], found.train[1][:rows])
-    data = Labelled(
-        "MNIST MLP", train, found.test, found.make, 10, 64, 0.05, (2, 3, 4, 5), least=0.97
+    train = (setting.train[0][:rows], setting.train[1][:rows])
+    data = LabelSetting(
+        "MNIST MLP", train, setting.test, setting.make, 10, 64, 0.05, (2, 3, 4, 5), least=0.97
     )
-    return labels("labels-mnist", data, seeds=5)
+    return evaluate_labels("labels-mnist", data, seeds=5)
 
 
 def cifar(full: bool) -> Section:
     """CIFAR-10, a small convolutional network."""
     rows = 8000 if full else 2000
-    parts = cifar_images(rows, 1000)
-    data = Labelled("CIFAR-10 CNN", *parts, small_cnn, 10, 32, 0.03, (3, 4, 5, 6))
-    return labels("labels-cifar", data, seeds=5)
+    parts = load_cifar(rows, 1000)
+    data = LabelSetting("CIFAR-10 CNN", *parts, build_cnn, 10, 32, 0.03, (3, 4, 5, 6))
+    return evaluate_labels("labels-cifar", data, seeds=5)
 
 
-def cifar_images(rows: int, asked: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def load_cifar(rows: int, queries: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Training and test images `[N, 3, 32, 32]` in a fixed random order."""
-    with np.load(truths.DATA / "cifar10" / "cifar10_10k_2k.npz") as found:
+    with np.load(_lds_truth.DATA / "cifar10" / "cifar10_10k_2k.npz") as archive:
         parts = []
-        for split, count in (("train", rows), ("test", asked)):
-            order = np.random.default_rng(3).permutation(len(found[f"y_{split}"]))[:count]
-            images = torch.from_numpy(found[f"x_{split}"][order]).permute(0, 3, 1, 2).float()
-            labels = torch.from_numpy(found[f"y_{split}"][order].astype(np.int64))
+        for split, count in (("train", rows), ("test", queries)):
+            order = np.random.default_rng(3).permutation(len(archive[f"y_{split}"]))[:count]
+            images = torch.from_numpy(archive[f"x_{split}"][order]).permute(0, 3, 1, 2).float()
+            labels = torch.from_numpy(archive[f"y_{split}"][order].astype(np.int64))
             parts.append((images / 127.5 - 1, labels))
     return parts
 
 
-def small_cnn() -> nn.Module:
+def build_cnn() -> nn.Module:
     """Three convolutions with strides."""
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU()),
@@ -95,28 +97,30 @@ def small_cnn() -> nn.Module:
     )
 
 
-def labels(name: str, data: Labelled, *, seeds: int, runs: int = 3) -> Section:
+def evaluate_labels(name: str, data: LabelSetting, *, seeds: int, runs: int = 3) -> Section:
     """Flip labels, look for them in several ways, and retrain without the most suspicious rows."""
     x, y = data.train
-    given, wrong = flipped(y)
+    noisy, wrong = flip_labels(y)
     training = Training(data.make, data.epochs, data.batch_size, data.lr, options={"momentum": 0.9})
     store = gk.open(tempfile.mkdtemp(prefix="gradkeep-"), durability="process")
-    recipe = Recipe((x, given), data.test, training)
-    places = captured(store, data, training, given, runs)
+    recipe = Recipe((x, noisy), data.test, training)
+    places = capture_epochs(store, data, training, noisy, runs)
     by_run = {"run": [f"run-{run}" for run in range(runs)]}
     last = f"epoch-{data.epochs:02d}"
-    said = out_of_fold(recipe, store=store, folds=5, workers=0)
-    unseen = -np.log(np.maximum(said[np.arange(len(y)), given.numpy()], 1e-12))
-    kept = in_order(gk.suspects(store, by="loss", checkpoints=places, **by_run))
+    probabilities = out_of_fold(recipe, store=store, folds=5, workers=0)
+    unseen = -np.log(np.maximum(probabilities[np.arange(len(y)), noisy.numpy()], 1e-12))
+    epoch_losses = order_by_row(gk.suspects(store, by="loss", checkpoints=places, **by_run))
     measures = {
-        "mean loss over saved epochs": kept,
-        "final loss": in_order(gk.suspects(store, by="loss", checkpoints=last, **by_run)),
-        "self, saved epochs": in_order(gk.suspects(store, by="self", checkpoints=places, **by_run)),
+        "mean loss over saved epochs": epoch_losses,
+        "final loss": order_by_row(gk.suspects(store, by="loss", checkpoints=last, **by_run)),
+        "self, saved epochs": order_by_row(
+            gk.suspects(store, by="self", checkpoints=places, **by_run)
+        ),
         "out-of-fold loss": unseen,
-        COMBINED: rank_sum([kept, unseen]),
+        COMBINED: rank_sum([epoch_losses, unseen]),
     }
     lines: list[str] = []
-    theirs = cleanlab.ranked(said, given.numpy())
+    theirs = cleanlab.rank_rows(probabilities, noisy.numpy())
     if theirs is None:
         lines.append("cleanlab could not be installed and is missing here.")
     else:
@@ -131,16 +135,18 @@ def labels(name: str, data: Labelled, *, seeds: int, runs: int = 3) -> Section:
             f"`find_label_issues` lists {len(listed)} rows, {right} of the {int(wrong.sum())} flips "
             f"among them (precision {right / max(1, len(listed)):.2f}, recall {right / wrong.sum():.2f})."
         )
-    found = {key: label_detection(value, wrong, subject=key) for key, value in measures.items()}
-    head, missed = detection(found, int(wrong.sum()), data.least)
+    evaluations = {
+        key: label_detection(value, wrong, subject=key) for key, value in measures.items()
+    }
+    head, missed = compare_measures(evaluations, int(wrong.sum()), data.least)
     lines = [*head, "", *lines] if lines else head
     suspects = np.argsort(-measures[COMBINED], kind="stable")[: int(wrong.sum())]
-    told, failed = removal(recipe, store, suspects, data, seeds)
+    removal_lines, failed = compare_removals(recipe, store, suspects, data, seeds)
     title = f"{data.title}, {len(y):,} rows, {RATE:.0%} of the labels flipped to any other class"
-    return Section(name, title, (*lines, "", *told), missed or failed)
+    return Section(name, title, (*lines, "", *removal_lines), missed or failed)
 
 
-def flipped(y: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+def flip_labels(y: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
     """Labels of which a tenth are wrong, and which `[N]`."""
     rng = np.random.default_rng(11)
     wrong = np.zeros(len(y), bool)
@@ -149,8 +155,8 @@ def flipped(y: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(np.where(wrong, other, y.numpy())), wrong
 
 
-def captured(
-    store: gk.Store, data: Labelled, training: Training, given: torch.Tensor, runs: int
+def capture_epochs(
+    store: gk.Store, data: LabelSetting, training: Training, noisy: torch.Tensor, runs: int
 ) -> list[str]:
     """Capture losses and norms at the saved epochs and the last; the names of the kept ones."""
     x = data.train[0]
@@ -160,11 +166,11 @@ def captured(
         optimizer = training.make_optimizer(list(net.parameters()))
         for number, batch in enumerate(training.batches(len(x), run), 1):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[batch]), given[batch]).backward()
+            nn.functional.cross_entropy(net(x[batch]), noisy[batch]).backward()
             optimizer.step()
             epoch, rest = divmod(number, steps)
-            if rest == 0 and epoch in (*data.kept, data.epochs):
-                loader = list(zip(x.split(500), given.split(500), strict=True))
+            if rest == 0 and epoch in (*data.saved_epochs, data.epochs):
+                loader = list(zip(x.split(500), noisy.split(500), strict=True))
                 gk.capture(
                     store,
                     net,
@@ -175,24 +181,24 @@ def captured(
                     run=f"run-{run}",
                     progress=False,
                 )
-    return [f"epoch-{epoch:02d}" for epoch in data.kept]
+    return [f"epoch-{epoch:02d}" for epoch in data.saved_epochs]
 
 
-def in_order(found: Suspects) -> np.ndarray:
+def order_by_row(suspects: Suspects) -> np.ndarray:
     """Suspicion `[N]` by row."""
-    return np.asarray(found.values, np.float64)[np.argsort(found.ids)]
+    return np.asarray(suspects.values, np.float64)[np.argsort(suspects.ids)]
 
 
-def detection(
-    found: dict[str, Evaluation], flips: int, least: float | None
+def compare_measures(
+    evaluations: dict[str, Evaluation], flips: int, least: float | None
 ) -> tuple[list[str], bool]:
     """The table, the combined measure against the best single one, and whether a bar was missed."""
     lines = [
         f"| measure | AUC | precision at {flips} | recall at {2 * flips} | rank sum minus this |",
         "| --- | --- | --- | --- | --- |",
     ]
-    whole = found[COMBINED]
-    for key, one in sorted(found.items(), key=lambda pair: -pair[1].value):
+    whole = evaluations[COMBINED]
+    for key, one in sorted(evaluations.items(), key=lambda pair: -pair[1].value):
         assert one.curve is not None
         at = one.curve.at.tolist()
         precision = one.curve.values[0, at.index(flips)]
@@ -200,8 +206,12 @@ def detection(
         apart = compare(whole, one)
         low, high = apart.interval
         ahead = "-" if one is whole else f"{apart.value:+.4f} [{low:+.4f}, {high:+.4f}]"
-        lines.append(f"| {key} | {span(one)} | {precision:.2f} | {recall:.2f} | {ahead} |")
-    best = max((one for key, one in found.items() if key != COMBINED), key=lambda one: one.value)
+        lines.append(
+            f"| {key} | {format_evaluation(one)} | {precision:.2f} | {recall:.2f} | {ahead} |"
+        )
+    best = max(
+        (one for key, one in evaluations.items() if key != COMBINED), key=lambda one: one.value
+    )
     apart = compare(whole, best)
     worse = apart.interval[1] < 0
     lines += [
@@ -219,23 +229,25 @@ def detection(
     return lines, worse or low_value
 
 
-def removal(
-    recipe: Recipe, store: gk.Store, suspects: np.ndarray, data: Labelled, seeds: int
+def compare_removals(
+    recipe: Recipe, store: gk.Store, suspects: np.ndarray, data: LabelSetting, seeds: int
 ) -> tuple[list[str], bool]:
     """Training without as many suspects as flips, beside training without random rows."""
     count = len(data.test[1])
-    asked = dataclasses.replace(recipe, output=_margins_and_hits(data.test), falling=False)
+    with_outputs = dataclasses.replace(recipe, output=_margins_and_hits(data.test), falling=False)
     lines, failed = [], False
     for what, first in (("margin", 0), ("test accuracy", count)):
         # The second time the models are there.
         queries = range(first, first + count)
-        gain = verify_rows(suspects, asked, store=store, queries=queries, seeds=seeds, workers=0)
+        gain = verify_rows(
+            suspects, with_outputs, store=store, queries=queries, seeds=seeds, workers=0
+        )
         beats = gain.interval[0] > 0
         failed |= not beats
         lines += [
             "",
             (
-                f"Without {len(suspects)} suspects of the rank sum, {what}: {span(gain)} above training "
+                f"Without {len(suspects)} suspects of the rank sum, {what}: {format_evaluation(gain)} above training "
                 f"without as many random rows ({gain.sizes}), "
                 f"{'beats' if beats else '**does not beat**'} random."
             ),
@@ -246,13 +258,13 @@ def removal(
 def _margins_and_hits(test: tuple[torch.Tensor, torch.Tensor]) -> Output:
     """`[2 T]`: margins of all queries, then which are answered right."""
     like = margins(test)
-    of_model = dataclasses.replace(like.of_model, of_logits=_both)
+    of_model = dataclasses.replace(like.of_model, of_logits=_margins_then_hits)
     shape = (2 * len(test[1]),)
-    return dataclasses.replace(like, shape=shape, of_model=of_model, of_logits=_both)
+    return dataclasses.replace(like, shape=shape, of_model=of_model, of_logits=_margins_then_hits)
 
 
-def _both(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _margins_then_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     places = labels.expand(logits.shape[:-1]).unsqueeze(-1)
     right = logits.gather(-1, places).squeeze(-1)
-    found = right - logits.scatter(-1, places, -torch.inf).amax(-1)
-    return torch.cat([found, (found > 0).float()], -1)
+    margins_of_rows = right - logits.scatter(-1, places, -torch.inf).amax(-1)
+    return torch.cat([margins_of_rows, (margins_of_rows > 0).float()], -1)

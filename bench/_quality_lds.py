@@ -12,7 +12,7 @@ import torch
 from torch.func import functional_call
 
 import gradkeep as gk
-from bench import _lds_truth as truths
+from bench import _lds_truth
 from bench._quality_board import Entry
 from gradkeep.attribution._scores import Scores
 from gradkeep.evaluate._truth import GroundTruth
@@ -23,10 +23,10 @@ BASELINES = ("random", "label-match", "similarity", "loss")
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class CapturedModels:
     """A store with the captures of many models, and what each took to make."""
 
-    setting: truths.Setting
+    setting: _lds_truth.Setting
     store: gk.Store
     seconds: dict[str, float] = field(default_factory=dict)
     """CPU seconds of capturing both splits, by run and checkpoint."""
@@ -64,7 +64,7 @@ class World:
                 self.seconds[f"{runs[-1]}/{epoch_name(epoch)}"] = took
         return runs
 
-    def ask(
+    def evaluate(
         self,
         name: str,
         method: str,
@@ -110,12 +110,12 @@ def epoch_name(epoch: int) -> str:
     return f"epoch-{epoch:02d}"
 
 
-def ground_truth(name: str, found: truths.Truth, seconds: float) -> GroundTruth:
+def build_ground_truth(name: str, truth: _lds_truth.Truth, seconds: float) -> GroundTruth:
     """What the room judges by; `seconds` are those of one training."""
-    return GroundTruth(name, found.masks, found.by_seed, seconds=seconds)
+    return GroundTruth(name, truth.masks, truth.by_seed, seconds=seconds)
 
 
-def unsureness(setting: truths.Setting, state: dict[str, torch.Tensor]) -> np.ndarray:
+def compute_uncertainty(setting: _lds_truth.Setting, state: dict[str, torch.Tensor]) -> np.ndarray:
     """1 - p of every training row `[N]`, the mean over models of stacked weights."""
     x, y = setting.train
     net = setting.make().to("meta")
@@ -130,19 +130,19 @@ def unsureness(setting: truths.Setting, state: dict[str, torch.Tensor]) -> np.nd
     return np.clip((total / count).numpy(), 1e-6, 1)
 
 
-def combined(name: str, parts: Sequence[Entry]) -> Entry:
+def combine_entries(name: str, parts: Sequence[Entry]) -> Entry:
     """The mean of standardised scores, at the price of all of them."""
     scores = gk.combine([part.scores for part in parts])
-    kept = sum(part.bytes_per_row or 0 for part in parts)
-    return Entry(name, scores, sum(part.seconds for part in parts), kept)
+    row_bytes = sum(part.bytes_per_row or 0 for part in parts)
+    return Entry(name, scores, sum(part.seconds for part in parts), row_bytes)
 
 
-def timed(
+def derive_entry(
     name: str, parents: Sequence[Entry], make: Callable[[], Scores], *, peer: bool = False
 ) -> Entry:
     """Scores made from others: their price and that of making them."""
     began = time.process_time()
     scores = make()
     took = time.process_time() - began + sum(one.seconds for one in parents)
-    kept = sum(one.bytes_per_row or 0 for one in parents)
-    return Entry(name, scores, took, kept or None, peer)
+    row_bytes = sum(one.bytes_per_row or 0 for one in parents)
+    return Entry(name, scores, took, row_bytes or None, peer)

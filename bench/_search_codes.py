@@ -48,8 +48,8 @@ class Rows:
             numbers = rng.standard_normal((len(part), self.hidden), np.float32) @ mix
             part[:] = np.packbits(numbers > 0, axis=1, bitorder="little")
         flips = np.packbits(rng.random((FLIPS, size), np.float32) < FLIPPED, axis=1)
-        wanted = np.sign(rng.standard_normal((QUERIES, self.hidden), np.float32) @ mix)
-        return kinds, flips, wanted + rng.standard_normal(wanted.shape, np.float32)
+        queries = np.sign(rng.standard_normal((QUERIES, self.hidden), np.float32) @ mix)
+        return kinds, flips, queries + rng.standard_normal(queries.shape, np.float32)
 
 
 ROWS = {
@@ -58,26 +58,26 @@ ROWS = {
 }
 
 
-def make(folder: Path, rows: int, kind: str) -> None:
+def write_synthetic_rows(folder: Path, rows: int, kind: str) -> None:
     import gradkeep as gk
     import gradkeep.store as gs
     from bench.search import bits_schema
 
-    rng, made = np.random.default_rng(0), ROWS[kind]
-    kinds, flips, wanted = made.tables(rng)
+    rng, recipe = np.random.default_rng(0), ROWS[kind]
+    kinds, flips, queries = recipe.tables(rng)
     store = gk.open(folder / "store", durability="process")
     with store.write(gs.CaptureKey("final", "train"), bits_schema(1, rows, 0)) as writer:
         for start in range(0, rows, 16_384):
             count = min(rows - start, 16_384)
             codes = kinds[rng.integers(len(kinds), size=count)]
             codes ^= flips[rng.integers(FLIPS, size=count)]
-            scales = np.exp(made.spread * rng.standard_normal(count)).astype(np.float32)
+            scales = np.exp(recipe.spread * rng.standard_normal(count)).astype(np.float32)
             writer.append(np.arange(start, start + count), {"layer.bits": codes, "scale": scales})
     with store.write(gs.CaptureKey("final", "test"), bits_schema(32, QUERIES, 0)) as writer:
-        writer.append(np.arange(QUERIES), {"layer.bits": wanted})
+        writer.append(np.arange(QUERIES), {"layer.bits": queries})
 
 
-def repeat(source: str, folder: Path, rows: int) -> None:
+def write_repeated_rows(source: str, folder: Path, rows: int) -> None:
     """The rows of a capture again and again, with bytes of other rows among them."""
     import gradkeep as gk
 
@@ -103,14 +103,14 @@ def repeat(source: str, folder: Path, rows: int) -> None:
                 mixed = rng.random(some[name].shape, np.float32) < MIXED
                 np.copyto(some[name], table[name][other], where=mixed)
             writer.append(np.arange(start, start + count), some)
-    asked = test.block.read_rows(np.arange(QUERIES))
+    query_rows = test.block.read_rows(np.arange(QUERIES))
     schema = dataclasses.replace(test.block.schema, num_rows=QUERIES, num_examples=None)
     with store.write(test.key, schema) as writer:
-        given = {column.array.name: asked[column.array.name] for column in asked.columns}
-        writer.append(np.arange(QUERIES), given)
+        arrays = {column.array.name: query_rows[column.array.name] for column in query_rows.columns}
+        writer.append(np.arange(QUERIES), arrays)
 
 
-def one(what: str, folder: Path) -> None:
+def measure_part(what: str, folder: Path) -> None:
     """One part in a process of its own; prints what it took and found."""
     import torch
 
@@ -119,13 +119,13 @@ def one(what: str, folder: Path) -> None:
     torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     started, cpu = time.perf_counter(), time.process_time()
     train, test = (gk.gradients(folder / "store", split=split) for split in ("train", "test"))
-    told: dict[str, object] = {}
+    figures: dict[str, object] = {}
     if what == "exact":
-        told["ids"] = gk.query.top(test, train, TOP, memory_budget="1GiB").ids.tolist()
+        figures["ids"] = gk.query.top(test, train, TOP, memory_budget="1GiB").ids.tolist()
     else:
         codes = gk.query.small_codes(train, bytes=SMALL)
-        told["share"], told["ready"] = codes.share, time.perf_counter() - started
-    told |= {"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu}
+        figures["share"], figures["ready"] = codes.share, time.perf_counter() - started
+    figures |= {"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu}
     if what == "codes":
         for name in ("first", "again"):
             each = []
@@ -133,68 +133,68 @@ def one(what: str, folder: Path) -> None:
                 started, cpu = time.perf_counter(), time.process_time()
                 gk.query.top(test, train, TOP, codes=codes, ids=[query])
                 each.append((time.perf_counter() - started, time.process_time() - cpu))
-            told[name] = each
+            figures[name] = each
         started = time.perf_counter()
-        told["ids"] = gk.query.top(test, train, TOP, codes=codes).ids.tolist()
-        told["together"] = time.perf_counter() - started
+        figures["ids"] = gk.query.top(test, train, TOP, codes=codes).ids.tolist()
+        figures["together"] = time.perf_counter() - started
     lines = Path("/proc/self/status").read_text().splitlines()
-    told["peak"] = 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
-    print(json.dumps(told))
+    figures["peak"] = 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
+    print(json.dumps(figures))
 
 
-def _apart(what: str, folder: Path, threads: int) -> dict:
+def _run_subprocess(what: str, folder: Path, threads: int) -> dict:
     command = [sys.executable, "-m", "bench.search", "--codes", what, "--folder", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(rows: int, folder: Path | None, kind: str, threads: int) -> int:
+def measure_codes(rows: int, folder: Path | None, kind: str, threads: int) -> int:
     """Everything for one kind of rows; a folder that holds them already is used and left."""
-    made = folder is None or not (folder / "store").exists()
-    base = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=folder)) if made else folder
+    is_new = folder is None or not (folder / "store").exists()
+    base = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=folder)) if is_new else folder
     assert base is not None
     try:
         started = time.perf_counter()
-        if made and kind in ROWS:
-            make(base, rows, kind)
-        elif made:
-            repeat(kind, base, rows)
+        if is_new and kind in ROWS:
+            write_synthetic_rows(base, rows, kind)
+        elif is_new:
+            write_repeated_rows(kind, base, rows)
         print(
             f"{rows:,} rows, {kind}: there after {time.perf_counter() - started:.0f} s", flush=True
         )
         return _report(rows, base, threads)
     finally:
-        if made:
+        if is_new:
             shutil.rmtree(base)
 
 
 def _report(rows: int, base: Path, threads: int) -> int:
     from bench.search import drop_pages
 
-    built = _apart("build", base, threads)
+    built = _run_subprocess("build", base, threads)
     print(
         f"codes of {SMALL} B made in {built['wall']:.0f} s of wall, {built['cpu']:.0f} s of CPU, peak "
         f"memory {built['peak'] >> 20} MiB; {built['share']:.2f} of squared lengths; "
         f"{rows * SMALL / 1e6:.0f} MB for {rows * BYTES / 1e9:.1f} GB",
         flush=True,
     )
-    exact = _apart("exact", base, threads)
-    found = _apart("codes", base, threads)
+    exact = _run_subprocess("exact", base, threads)
+    warm = _run_subprocess("codes", base, threads)
     drop_pages(base)
-    cold = _apart("codes", base, threads)
-    pairs = zip(found["ids"], exact["ids"], strict=True)
+    cold = _run_subprocess("codes", base, threads)
+    pairs = zip(warm["ids"], exact["ids"], strict=True)
     shares = [len(set(a) & set(b)) / TOP for a, b in pairs]
     recall = float(np.mean(shares))
-    for name, told in (("files in memory", found), ("files on disk", cold)):
-        wall, cpu = np.array(told["first"]).T
+    for name, figures in (("files in memory", warm), ("files on disk", cold)):
+        wall, cpu = np.array(figures["first"]).T
         print(
-            f"{name}: codes read in {told['ready']:.2f} s; the first query {wall[0]:.2f} s of wall, then "
+            f"{name}: codes read in {figures['ready']:.2f} s; the first query {wall[0]:.2f} s of wall, then "
             f"{np.median(wall[1:]):.2f} (slowest {wall[1:].max():.2f}), {np.median(cpu[1:]):.2f} s of CPU; "
-            f"asked again {np.median(np.array(told['again'])[:, 0]):.2f} s; {len(shares)} at once "
-            f"{told['together']:.2f} s; peak memory {told['peak'] >> 20} MiB"
+            f"asked again {np.median(np.array(figures['again'])[:, 0]):.2f} s; {len(shares)} at once "
+            f"{figures['together']:.2f} s; peak memory {figures['peak'] >> 20} MiB"
         )
-    usual = float(np.median(np.array(found["first"])[1:, 0]))
+    usual = float(np.median(np.array(warm["first"])[1:, 0]))
     print(
         f"one query: {usual:.2f} s of wall (at most {SECONDS}); all exactly {exact['wall']:.0f} s"
     )

@@ -53,9 +53,9 @@ def first_tensor(out: Any) -> torch.Tensor:
     if isinstance(out, torch.Tensor):
         return out
     for name in ("logits", "last_hidden_state", "prediction_logits", "reconstruction"):
-        found = getattr(out, name, None)
-        if isinstance(found, torch.Tensor):
-            return found
+        tensor = getattr(out, name, None)
+        if isinstance(tensor, torch.Tensor):
+            return tensor
     values = out.values() if hasattr(out, "values") else out
     return next(value for value in values if isinstance(value, torch.Tensor))
 
@@ -79,7 +79,7 @@ class ZooItem:
         return f"{self.model} / {self.pattern}"
 
 
-def zoo(*, stock: bool = True) -> Iterator[ZooItem]:
+def iter_zoo(*, stock: bool = True) -> Iterator[ZooItem]:
     """All models, each with two patterns or more; `stock` with those of `transformers`, if installed."""
     yield from own_items()
     if stock and has_transformers():
@@ -94,7 +94,7 @@ def has_transformers() -> bool:
     return True
 
 
-def _made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _seeded_model(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return build().eval()
@@ -102,7 +102,7 @@ def _made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return make
 
 
-def _drawn(draw: Callable[[torch.Generator], list[Batch]]) -> Callable[[], list[Batch]]:
+def _seeded_batches(draw: Callable[[torch.Generator], list[Batch]]) -> Callable[[], list[Batch]]:
     return lambda: draw(torch.Generator().manual_seed(1))
 
 
@@ -110,17 +110,19 @@ def _drawn(draw: Callable[[torch.Generator], list[Batch]]) -> Callable[[], list[
 
 
 def vectors(sizes: tuple[int, ...], *shape: int) -> Callable[[], list[Batch]]:
-    return _drawn(lambda g: [{"x": torch.randn(rows, *shape, generator=g)} for rows in sizes])
+    return _seeded_batches(
+        lambda g: [{"x": torch.randn(rows, *shape, generator=g)} for rows in sizes]
+    )
 
 
 def steps(shapes: tuple[tuple[int, int], ...], width: int = WIDTH) -> Callable[[], list[Batch]]:
-    return _drawn(
+    return _seeded_batches(
         lambda g: [{"x": torch.randn(rows, length, width, generator=g)} for rows, length in shapes]
     )
 
 
 def tokens(shapes: tuple[tuple[int, int], ...], name: str = "x") -> Callable[[], list[Batch]]:
-    return _drawn(
+    return _seeded_batches(
         lambda g: [{name: torch.randint(1, WORDS, shape, generator=g)} for shape in shapes]
     )
 
@@ -129,20 +131,20 @@ def ragged(shapes: tuple[tuple[int, int], ...]) -> Callable[[], list[Batch]]:
     """Sequences with lengths; those of the first batch are all the same."""
 
     def draw(g: torch.Generator) -> list[Batch]:
-        found = []
+        batches = []
         for at, (rows, length) in enumerate(shapes):
             lengths = torch.full((rows,), length)
             if at:
                 lengths = torch.randint(1, length + 1, (rows,), generator=g)
                 lengths[0] = length
-            found.append({"x": torch.randn(rows, length, WIDTH, generator=g), "lengths": lengths})
-        return found
+            batches.append({"x": torch.randn(rows, length, WIDTH, generator=g), "lengths": lengths})
+        return batches
 
-    return _drawn(draw)
+    return _seeded_batches(draw)
 
 
 def routed(*chosen: list[int]) -> Callable[[], list[Batch]]:
-    return _drawn(
+    return _seeded_batches(
         lambda g: [
             {"x": torch.randn(len(some), WIDTH, generator=g), "expert": torch.tensor(some)}
             for some in chosen
@@ -153,7 +155,7 @@ def routed(*chosen: list[int]) -> Callable[[], list[Batch]]:
 # Models with a forward of their own.
 
 
-class Around(nn.Module):
+class FunctionModule(nn.Module):
     """Modules and a function of them."""
 
     def __init__(self, forward: Callable[..., torch.Tensor], **modules: Any) -> None:
@@ -162,8 +164,8 @@ class Around(nn.Module):
         for name, module in modules.items():
             setattr(self, name, module)
 
-    def forward(self, **given: torch.Tensor) -> torch.Tensor:
-        return self._function(self, **given)
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self._function(self, **inputs)
 
 
 class Scaled(nn.Embedding):
@@ -183,7 +185,7 @@ class Shifted(nn.Embedding):
         return super().forward(x + 2)
 
 
-class Own(nn.Module):
+class OwnWeight(nn.Module):
     """A weight that a module multiplies with by itself."""
 
     def __init__(self, low: int, high: int) -> None:
@@ -204,8 +206,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
         parts = self.qkv(x).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(*parts, is_causal=self.causal)
-        return self.out(found.transpose(1, 2).reshape(rows, length, width))
+        attended = F.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        return self.out(attended.transpose(1, 2).reshape(rows, length, width))
 
 
 class Block(nn.Module):
@@ -227,17 +229,17 @@ def head(low: int = WIDTH) -> nn.Linear:
 
 def chain(*modules: nn.Module) -> nn.Module:
     body = nn.Sequential(*modules)
-    return Around(lambda self, x: self.body(x), body=body)
+    return FunctionModule(lambda self, x: self.body(x), body=body)
 
 
 def over_steps(*modules: nn.Module) -> nn.Module:
-    return Around(
+    return FunctionModule(
         lambda self, x: self.head(pool(self.body(x))), body=nn.Sequential(*modules), head=head()
     )
 
 
 def time_major(*modules: nn.Module) -> nn.Module:
-    return Around(
+    return FunctionModule(
         lambda self, x: self.head(self.body(x.transpose(0, 1)).mean(0)),
         body=nn.Sequential(*modules),
         head=head(),
@@ -259,21 +261,21 @@ def _flat_batch_major(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def recurrent(layer: nn.RNNBase) -> nn.Module:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        given = x if layer.batch_first else x.transpose(0, 1)
-        out = self.cells(given)[0]
+        inputs = x if layer.batch_first else x.transpose(0, 1)
+        out = self.cells(inputs)[0]
         return self.head(out.mean(1 if layer.batch_first else 0))
 
     wide = layer.hidden_size * (2 if layer.bidirectional else 1)
-    return Around(forward, cells=layer, head=head(wide))
+    return FunctionModule(forward, cells=layer, head=head(wide))
 
 
 def packed(layer: nn.RNNBase) -> nn.Module:
     def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        given = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out, _ = rnn.pad_packed_sequence(self.cells(given)[0], batch_first=True)
+        inputs = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = rnn.pad_packed_sequence(self.cells(inputs)[0], batch_first=True)
         return self.head(out.sum(1))
 
-    return Around(forward, cells=layer, head=head(layer.hidden_size))
+    return FunctionModule(forward, cells=layer, head=head(layer.hidden_size))
 
 
 def _cells(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -313,7 +315,7 @@ def _experts(self: Any, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
 
 def experts(capacity: int | None = None) -> nn.Module:
     many = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-    return Around(_experts, experts=many, head=head(), capacity=capacity)
+    return FunctionModule(_experts, experts=many, head=head(), capacity=capacity)
 
 
 def _soft_experts(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -323,12 +325,12 @@ def _soft_experts(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _long_path(self: Any, x: torch.Tensor) -> torch.Tensor:
-    found = self.short(x)
-    return self.head(pool(self.long(found) if x.shape[1] > 5 else found))
+    short = self.short(x)
+    return self.head(pool(self.long(short) if x.shape[1] > 5 else short))
 
 
 def embedded(table: nn.Module, *modules: nn.Module) -> nn.Module:
-    return Around(
+    return FunctionModule(
         lambda self, x: self.head(pool(self.body(self.table(x)))),
         table=table,
         body=nn.Sequential(*modules),
@@ -343,7 +345,7 @@ def _positions(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def positions(dims: int, place: nn.Module | None = None) -> nn.Module:
-    return Around(
+    return FunctionModule(
         _positions,
         table=nn.Embedding(WORDS, WIDTH),
         place=place or nn.Embedding(16, WIDTH),
@@ -359,12 +361,12 @@ def tied(*, by_hand: bool) -> nn.Module:
     last.weight = table.weight
     inner = nn.Linear(WIDTH, WIDTH)
     if by_hand:
-        return Around(
+        return FunctionModule(
             lambda self, x: F.linear(torch.tanh(self.inner(self.table(x))), self.table.weight),
             table=table,
             inner=inner,
         )
-    return Around(
+    return FunctionModule(
         lambda self, x: self.last(torch.tanh(self.inner(self.table(x)))),
         table=table,
         inner=inner,
@@ -376,7 +378,7 @@ def images(*modules: nn.Module) -> nn.Module:
     return chain(*modules, nn.Flatten(), nn.LazyLinear(OUT))
 
 
-def _ready(build: Callable[[], nn.Module], *shape: int) -> Callable[[], nn.Module]:
+def _initialized(build: Callable[[], nn.Module], *shape: int) -> Callable[[], nn.Module]:
     """Runs a model once, so that lazy layers know their sizes."""
 
     def make() -> nn.Module:
@@ -396,14 +398,14 @@ ACTIVATIONS = (
 
 def vector_models() -> dict[str, Callable[[], nn.Module]]:
     line = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
-    found: dict[str, Callable[[], nn.Module]] = {
+    models: dict[str, Callable[[], nn.Module]] = {
         f"MLP {kind.__name__}": lambda kind=kind: chain(line(), kind(), head())
         for kind in ACTIVATIONS
     }
-    shared = lambda: Around(  # noqa: E731
+    shared = lambda: FunctionModule(  # noqa: E731
         lambda self, x: self.head(self.one(torch.tanh(self.one(x)))), one=line(), head=head()
     )
-    return found | {
+    return models | {
         "linear": lambda: chain(head()),
         "linear without bias": lambda: chain(nn.Linear(WIDTH, OUT, bias=False)),
         "bottleneck": lambda: chain(nn.Linear(WIDTH, 1), nn.Tanh(), nn.Linear(1, OUT)),
@@ -413,7 +415,7 @@ def vector_models() -> dict[str, Callable[[], nn.Module]]:
         "BatchNorm1d": lambda: chain(line(), nn.BatchNorm1d(WIDTH), nn.ReLU(), head()),
         "GroupNorm": lambda: chain(line(), nn.GroupNorm(2, WIDTH), nn.ReLU(), head()),
         "module used twice": shared,
-        "bilinear": lambda: Around(
+        "bilinear": lambda: FunctionModule(
             lambda self, x: self.head(self.both(x, x)),
             both=nn.Bilinear(WIDTH, WIDTH, 4),
             head=head(4),
@@ -421,32 +423,34 @@ def vector_models() -> dict[str, Callable[[], nn.Module]]:
         "weight norm": lambda: chain(parametrizations.weight_norm(line()), nn.Tanh(), head()),
         "orthogonal": lambda: chain(parametrizations.orthogonal(line()), nn.Tanh(), head()),
         "Linear subclass": lambda: chain(Doubled(WIDTH, WIDTH), nn.Tanh(), head()),
-        "own weight": lambda: chain(Own(WIDTH, WIDTH), nn.Tanh(), head()),
+        "own weight": lambda: chain(OwnWeight(WIDTH, WIDTH), nn.Tanh(), head()),
         "residual": lambda: chain(
             Block(nn.Sequential(line(), nn.GELU()), nn.LayerNorm(WIDTH)), head()
         ),
-        "gated": lambda: Around(
+        "gated": lambda: FunctionModule(
             lambda self, x: self.head(self.a(x) * torch.sigmoid(self.b(x))),
             a=line(),
             b=line(),
             head=head(),
         ),
-        "soft experts": lambda: Around(
+        "soft experts": lambda: FunctionModule(
             _soft_experts,
             experts=nn.ModuleList(line() for _ in range(3)),
             router=nn.Linear(WIDTH, 3),
             head=head(),
         ),
-        "parameter of the model": lambda: Around(
+        "parameter of the model": lambda: FunctionModule(
             lambda self, x: self.head(x * self.scale),
             scale=nn.Parameter(torch.ones(WIDTH)),
             head=head(),
         ),
-        "head by hand": lambda: Around(
+        "head by hand": lambda: FunctionModule(
             lambda self, x: F.linear(torch.tanh(self.one(x)), self.one.weight), one=line()
         ),
         "frozen layer": lambda: chain(line().requires_grad_(False), nn.Tanh(), head()),
-        "spare layer": lambda: Around(lambda self, x: self.head(x), spare=line(), head=head()),
+        "spare layer": lambda: FunctionModule(
+            lambda self, x: self.head(x), spare=line(), head=head()
+        ),
     }
 
 
@@ -475,7 +479,7 @@ def image_models() -> dict[str, Callable[[], nn.Module]]:
         "pixel shuffle": lambda: images(conv(2, 4, 3), nn.PixelShuffle(2), nn.Tanh()),
         "upsampled": lambda: images(nn.Upsample(scale_factor=2), conv(2, 3, 3), nn.Tanh()),
         "unfold": lambda: images(nn.Unfold(3), nn.Linear(16, 4), nn.Tanh()),
-        "squeeze and excite": lambda: Around(
+        "squeeze and excite": lambda: FunctionModule(
             lambda self, x: self.head(
                 (
                     self.conv(x)
@@ -486,7 +490,7 @@ def image_models() -> dict[str, Callable[[], nn.Module]]:
             gate=nn.Linear(4, 4),
             head=head(4),
         ),
-        "patches": lambda: Around(
+        "patches": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.body(self.cut(x).flatten(2).transpose(1, 2)))),
             cut=conv(2, WIDTH, 2, stride=2),
             body=Block(Attention(), nn.LayerNorm(WIDTH)),
@@ -498,20 +502,22 @@ def image_models() -> dict[str, Callable[[], nn.Module]]:
 def step_models() -> dict[str, Callable[[], nn.Module]]:
     line = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
     layer = lambda **options: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, **options)  # noqa: E731
-    found: dict[str, Callable[[], nn.Module]] = {
+    models: dict[str, Callable[[], nn.Module]] = {
         "linear over steps": lambda: over_steps(line(), nn.Tanh()),
         "norm over steps": lambda: over_steps(line(), nn.LayerNorm(WIDTH), line(), nn.GELU()),
         "time-major linear": lambda: time_major(line(), nn.Tanh(), line()),
-        "time-major flattened": lambda: Around(_flat_time_major, inner=line(), last=head()),
-        "batch-major flattened": lambda: Around(_flat_batch_major, inner=line(), last=head()),
+        "time-major flattened": lambda: FunctionModule(_flat_time_major, inner=line(), last=head()),
+        "batch-major flattened": lambda: FunctionModule(
+            _flat_batch_major, inner=line(), last=head()
+        ),
         "attention": lambda: over_steps(Attention()),
         "causal attention": lambda: over_steps(Block(Attention(causal=True), nn.LayerNorm(WIDTH))),
-        "MultiheadAttention": lambda: Around(
+        "MultiheadAttention": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.mix(x, x, x, need_weights=False)[0])),
             mix=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
             head=head(),
         ),
-        "MultiheadAttention time-major": lambda: Around(
+        "MultiheadAttention time-major": lambda: FunctionModule(
             lambda self, x: self.head(
                 self.mix(*[x.transpose(0, 1)] * 3, need_weights=False)[0].mean(0)
             ),
@@ -523,31 +529,33 @@ def step_models() -> dict[str, Callable[[], nn.Module]]:
         "TransformerEncoderLayer norm first": lambda: over_steps(
             layer(batch_first=True, norm_first=True)
         ),
-        "TransformerDecoderLayer": lambda: Around(
+        "TransformerDecoderLayer": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.mix(x, x))),
             mix=nn.TransformerDecoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
             head=head(),
         ),
-        "Conv1d over steps": lambda: Around(
+        "Conv1d over steps": lambda: FunctionModule(
             lambda self, x: self.head(self.conv(x.transpose(1, 2)).mean(2)),
             conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
             head=head(),
         ),
-        "cells": lambda: Around(_cells, inner=line(), again=line(), head=head()),
-        "GRUCell": lambda: Around(
+        "cells": lambda: FunctionModule(_cells, inner=line(), again=line(), head=head()),
+        "GRUCell": lambda: FunctionModule(
             lambda self, x: self.head(_through_cell(self.cell, x)),
             cell=nn.GRUCell(WIDTH, WIDTH),
             head=head(),
         ),
-        "path by length": lambda: Around(_long_path, short=line(), long=line(), head=head()),
-        "gated over steps": lambda: Around(
+        "path by length": lambda: FunctionModule(
+            _long_path, short=line(), long=line(), head=head()
+        ),
+        "gated over steps": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.down(F.silu(self.gate(x)) * self.up(x)))),
             gate=line(),
             up=line(),
             down=line(),
             head=head(),
         ),
-        "linear attention": lambda: Around(
+        "linear attention": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.q(x) @ (self.k(x).mT @ self.v(x)))),
             q=line(),
             k=line(),
@@ -558,11 +566,11 @@ def step_models() -> dict[str, Callable[[], nn.Module]]:
     kinds = (nn.RNN, nn.GRU, nn.LSTM)
     for kind, first, both in itertools.product(kinds, (True, False), (False, True)):
         name = f"{kind.__name__}{'' if first else ' time-major'}{' both ways' if both else ''}"
-        found[name] = lambda kind=kind, first=first, both=both: recurrent(
+        models[name] = lambda kind=kind, first=first, both=both: recurrent(
             kind(WIDTH, 5, batch_first=first, bidirectional=both)
         )
-    found["LSTM of two layers"] = lambda: recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True))
-    return found
+    models["LSTM of two layers"] = lambda: recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True))
+    return models
 
 
 def _through_cell(cell: nn.GRUCell, x: torch.Tensor) -> torch.Tensor:
@@ -575,9 +583,9 @@ def _through_cell(cell: nn.GRUCell, x: torch.Tensor) -> torch.Tensor:
 def ragged_models() -> dict[str, Callable[[], nn.Module]]:
     line = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
     return {
-        "sorted by length": lambda: Around(_sorted, inner=line(), head=head()),
-        "masked": lambda: Around(_masked, inner=line(), head=head()),
-        "only real tokens": lambda: Around(_only_real_tokens, inner=line(), head=head()),
+        "sorted by length": lambda: FunctionModule(_sorted, inner=line(), head=head()),
+        "masked": lambda: FunctionModule(_masked, inner=line(), head=head()),
+        "only real tokens": lambda: FunctionModule(_only_real_tokens, inner=line(), head=head()),
         "packed LSTM": lambda: packed(nn.LSTM(WIDTH, 5, batch_first=True)),
         "packed GRU": lambda: packed(nn.GRU(WIDTH, 5, batch_first=True)),
     }
@@ -591,7 +599,7 @@ def token_models() -> dict[str, Callable[[], nn.Module]]:
         "embedding of bounded norm": lambda: embedded(nn.Embedding(WORDS, WIDTH, max_norm=1.0)),
         "scaled embedding": lambda: embedded(Scaled(WORDS, WIDTH)),
         "sparse embedding": lambda: embedded(nn.Embedding(WORDS, WIDTH, sparse=True)),
-        "EmbeddingBag": lambda: Around(
+        "EmbeddingBag": lambda: FunctionModule(
             lambda self, x: self.head(self.table(x)),
             table=nn.EmbeddingBag(WORDS, WIDTH),
             head=head(),
@@ -600,7 +608,7 @@ def token_models() -> dict[str, Callable[[], nn.Module]]:
         "positions [1, T]": lambda: positions(2),
         "positions [B, T]": lambda: positions(3),
         "shifted positions": lambda: positions(3, Shifted(18, WIDTH)),
-        "position parameter": lambda: Around(
+        "position parameter": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.table(x) + self.place[: x.shape[1]])),
             table=table(),
             place=nn.Parameter(torch.randn(16, WIDTH)),
@@ -608,7 +616,7 @@ def token_models() -> dict[str, Callable[[], nn.Module]]:
         ),
         "tied head": lambda: tied(by_hand=False),
         "tied head by hand": lambda: tied(by_hand=True),
-        "embedding used twice": lambda: Around(
+        "embedding used twice": lambda: FunctionModule(
             lambda self, x: self.head(pool(self.table(x) + self.table(x.flip(1)))),
             table=table(),
             head=head(),
@@ -616,7 +624,7 @@ def token_models() -> dict[str, Callable[[], nn.Module]]:
         "decoder": lambda: embedded(
             table(), Block(Attention(causal=True), nn.LayerNorm(WIDTH)), nn.RMSNorm(WIDTH)
         ),
-        "embedding time-major": lambda: Around(
+        "embedding time-major": lambda: FunctionModule(
             lambda self, x: self.head(torch.tanh(self.inner(self.table(x.t()))).mean(0)),
             table=table(),
             inner=nn.Linear(WIDTH, WIDTH),
@@ -635,19 +643,19 @@ def own_items() -> Iterator[ZooItem]:
     task = RowLoss()
     for name, build in vector_models().items():
         for pattern, sizes in SIZES.items():
-            yield ZooItem(name, pattern, _made(build), vectors(sizes, WIDTH), task)
+            yield ZooItem(name, pattern, _seeded_model(build), vectors(sizes, WIDTH), task)
     for name, build in image_models().items():
         for pattern, sizes in SIZES.items():
-            made = _made(_ready(build, 2, 6, 6))
-            yield ZooItem(name, pattern, made, vectors(sizes, 2, 6, 6), task)
+            make = _seeded_model(_initialized(build, 2, 6, 6))
+            yield ZooItem(name, pattern, make, vectors(sizes, 2, 6, 6), task)
     for kind, inputs in ((step_models, steps), (ragged_models, ragged), (token_models, tokens)):
         for name, build in kind().items():
             for pattern, shapes in SHAPES.items():
-                yield ZooItem(name, pattern, _made(build), inputs(shapes), task)
+                yield ZooItem(name, pattern, _seeded_model(build), inputs(shapes), task)
     for name, capacity in (("experts", None), ("experts with a capacity", 1)):
         for pattern, routes in ROUTES.items():
             build = lambda capacity=capacity: experts(capacity)  # noqa: E731
-            yield ZooItem(name, pattern, _made(build), routed(*routes), task)
+            yield ZooItem(name, pattern, _seeded_model(build), routed(*routes), task)
 
 
 # Stock models of `transformers`, at tiny sizes.
@@ -811,10 +819,10 @@ def stock_items() -> Iterator[ZooItem]:
     )
     for known, auto, inputs in groups:
         for kind, options in known.items():
-            yield from _stock(kind, options, auto, inputs)
+            yield from _stock_items(kind, options, auto, inputs)
 
 
-def _stock(kind: str, options: dict[str, Any], auto: Any, inputs: str) -> Iterator[ZooItem]:
+def _stock_items(kind: str, options: dict[str, Any], auto: Any, inputs: str) -> Iterator[ZooItem]:
     import transformers
 
     def build() -> nn.Module:
@@ -829,13 +837,13 @@ def _stock(kind: str, options: dict[str, Any], auto: Any, inputs: str) -> Iterat
         size = int(options.get("image_size", 32))
         for pattern, sizes in SIZES.items():
             drawn = _renamed(vectors(sizes, 3, size, size), "pixel_values")
-            yield ZooItem(f"hf {kind}", pattern, _made(build), drawn, RowLoss(), stock=True)
+            yield ZooItem(f"hf {kind}", pattern, _seeded_model(build), drawn, RowLoss(), stock=True)
         return
     for pattern in TEXT_PATTERNS:
-        given = tokens(SHAPES[pattern], "input_ids")
+        batches = tokens(SHAPES[pattern], "input_ids")
         if inputs == "pairs":
-            given = _paired(given)
-        yield ZooItem(f"hf {kind}", pattern, _made(build), given, RowLoss(), stock=True)
+            batches = _paired(batches)
+        yield ZooItem(f"hf {kind}", pattern, _seeded_model(build), batches, RowLoss(), stock=True)
 
 
 def _renamed(batches: Callable[[], list[Batch]], name: str) -> Callable[[], list[Batch]]:

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from bench._passes import cpu, images_cnn
+from bench._passes import build_cnn, cpu_seconds
 from gradkeep.capturing import _first_batch
 from gradkeep.capturing._audit import RowAudit
 from gradkeep.capturing._proofs import RuleProofs
@@ -43,7 +43,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Price:
+class Case:
     """A model, its batches and the most that a capture may cost in plain passes."""
 
     name: str
@@ -69,29 +69,29 @@ class Price:
             )
 
 
-def rows(count: int, batch: int, *shape: int) -> Batches:
+def draw_batches(count: int, batch: int, *shape: int) -> Batches:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, *shape, generator=generator)
     y = torch.randint(0, 10, (count,), generator=generator)
-    return cut(x, y, batch)
+    return split_batches(x, y, batch)
 
 
-def cut(x: torch.Tensor, y: torch.Tensor, batch: int) -> Batches:
+def split_batches(x: torch.Tensor, y: torch.Tensor, batch: int) -> Batches:
     return [(a.clone(), b.clone()) for a, b in zip(x.split(batch), y.split(batch), strict=True)]
 
 
-def pictures(count: int, batch: int) -> Batches:
+def load_pictures(count: int, batch: int) -> Batches:
     path = DATA / "cifar10" / "cifar10_10k_2k.npz"
     if not path.exists():
         print("no CIFAR-10 here: noise in its place")
-        return rows(count, batch, 3, 32, 32)
+        return draw_batches(count, batch, 3, 32, 32)
     data = dataset("cifar10", path)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(1))[:count]
     x, y = zip(*(data[int(at)] for at in order), strict=True)
-    return cut(torch.stack(x), torch.tensor(y), batch)
+    return split_batches(torch.stack(x), torch.tensor(y), batch)
 
 
-def resnet(batches: Batches) -> nn.Module:
+def train_resnet(batches: Batches) -> nn.Module:
     net = model("resnet20").train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
@@ -102,30 +102,42 @@ def resnet(batches: Batches) -> nn.Module:
     return net.eval()
 
 
-def mlp(*widths: int) -> nn.Module:
+def build_mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
     for wide, out in itertools.pairwise(widths):
         layers += [nn.Linear(wide, out), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).eval()
 
 
-def prices() -> list[Price]:
+def build_cases() -> list[Case]:
     torch.manual_seed(0)
-    seen = pictures(1024, 128)
+    seen = load_pictures(1024, 128)
     classes = gk.Classification()
     tokens = torch.randint(0, 512, (96, 128), generator=torch.Generator().manual_seed(0))
     gpt = GPT(vocabulary=512, length=128, dim=256, heads=4, layers=4, tied=False).eval()
     return [
-        Price("ResNet-20, 3x32x32", resnet(seen), classes, seen, 1.4),
-        Price("MLP 784-256-256-10", mlp(784, 256, 256, 10), classes, rows(20_480, 256, 784), 1.8),
-        Price("transformer 4x256, T=128", gpt, gk.LanguageModeling(), cut(tokens, tokens, 16), 2.0),
-        Price("CNN 3x32x32", images_cnn(), classes, rows(1024, 128, 3, 32, 32)),
-        Price("MLP 64-32-10, batch 64", mlp(64, 32, 10), classes, rows(9_984, 64, 64)),
+        Case("ResNet-20, 3x32x32", train_resnet(seen), classes, seen, 1.4),
+        Case(
+            "MLP 784-256-256-10",
+            build_mlp(784, 256, 256, 10),
+            classes,
+            draw_batches(20_480, 256, 784),
+            1.8,
+        ),
+        Case(
+            "transformer 4x256, T=128",
+            gpt,
+            gk.LanguageModeling(),
+            split_batches(tokens, tokens, 16),
+            2.0,
+        ),
+        Case("CNN 3x32x32", build_cnn(), classes, draw_batches(1024, 128, 3, 32, 32)),
+        Case("MLP 64-32-10, batch 64", build_mlp(64, 32, 10), classes, draw_batches(9_984, 64, 64)),
     ]
 
 
 @contextlib.contextmanager
-def timed(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
+def record_seconds(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
     """Adds the CPU time of a function's calls to a list, until the block ends."""
     function = getattr(owner, name)
 
@@ -144,41 +156,41 @@ def timed(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
         setattr(owner, name, function)
 
 
-def proof_shares(price: Price) -> tuple[float, float]:
+def measure_proof_shares(price: Case) -> tuple[float, float]:
     """The shares of a capture's CPU time that proofs take, of its first batch and of all others."""
     first: list[float] = []
     later: list[float] = []
     with (
-        timed(_first_batch, "choose_rules", first),
-        timed(RuleProofs, "prove", later),
-        timed(RowAudit, "_check", later),
+        record_seconds(_first_batch, "choose_rules", first),
+        record_seconds(RuleProofs, "prove", later),
+        record_seconds(RowAudit, "_check", later),
     ):
-        whole = cpu(price.capture)
+        whole = cpu_seconds(price.capture)
     return sum(first) / whole, sum(later) / whole
 
 
-def measure(price: Price) -> bool:
-    first = cpu(price.capture)
+def measure(price: Case) -> bool:
+    first = cpu_seconds(price.capture)
     price.plain()
     ratios, plains = [], []
-    kept: Any = None
+    report: Any = None
 
     def capture() -> None:
-        nonlocal kept
-        kept = price.capture()
+        nonlocal report
+        report = price.capture()
 
     for _ in range(ROUNDS):
-        plains.append(cpu(price.plain))
-        ratios.append(cpu(capture) / plains[-1])
+        plains.append(cpu_seconds(price.plain))
+        ratios.append(cpu_seconds(capture) / plains[-1])
     ratio, plain = statistics.median(ratios), statistics.median(plains)
-    shares = [proof_shares(price) for _ in range(ROUNDS)]
+    shares = [measure_proof_shares(price) for _ in range(ROUNDS)]
     proof, later = (statistics.median(column) for column in zip(*shares, strict=True))
     missed = (price.bar is not None and ratio > price.bar) or later > MOST_LATER
     bar = "" if price.bar is None else f"{price.bar:g}"
     print(
         f"  {price.name:<26}{plain:>8.3f}{ratio:>9.2f}{min(ratios):>7.2f} to {max(ratios):.2f}"
         f"{first / plain:>9.2f}{bar:>6}{proof:>8.1%}{later:>8.1%}  {'MISSED ' if missed else ''}"
-        f"{kept.rows} rows, {kept.bytes / 1e6:.0f} MB",
+        f"{report.rows} rows, {report.bytes / 1e6:.0f} MB",
         flush=True,
     )
     return missed
@@ -189,8 +201,8 @@ def main() -> int:
     print(
         f"  {'':<26}{'plain s':>8}{'capture':>9}{'spread':>15}{'first':>9}{'bar':>6}{'proof':>8}{'later':>8}"
     )
-    wanted = sys.argv[1:]
-    chosen = [p for p in prices() if not wanted or any(word in p.name for word in wanted)]
+    words = sys.argv[1:]
+    chosen = [p for p in build_cases() if not words or any(word in p.name for word in words)]
     missed = [measure(price) for price in chosen]
     return int(any(missed))
 

@@ -24,8 +24,8 @@ import torch._dynamo
 import torch._functorch.config
 
 import gradkeep as gk
-from bench._planned_models import Layer, Subject, subject
-from bench.planned import paired, step_of
+from bench._planned_models import Layer, Subject, build_subject
+from bench.planned import make_step, measure_paired_ratio
 from gradkeep.errors import BudgetError
 
 MODELS = ("resnet32", "transformer", "gpt")
@@ -37,7 +37,7 @@ Row = Callable[[str, Callable[[], torch.Tensor], float], None]
 """Measures and prints a step under a name, ready after some seconds."""
 
 
-def allocated_peak(step) -> int:
+def measure_allocated_peak(step) -> int:
     """The most bytes that a step holds of torch's allocator, beyond what was there before."""
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         step()
@@ -49,13 +49,13 @@ def allocated_peak(step) -> int:
     return most
 
 
-def gradients_of(work, step) -> list[torch.Tensor]:
+def compute_gradients(work, step) -> list[torch.Tensor]:
     torch.manual_seed(5)
     loss = step()
     return [loss.clone(), *(p.grad.clone() for p in work.model.parameters() if p.grad is not None)]
 
 
-def exactness(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> str:
+def describe_difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> str:
     if all(map(torch.equal, ours, plain)):
         return "bitwise"
     # Of all numbers together: a bias before a normalization has a gradient of rounding errors alone.
@@ -65,20 +65,20 @@ def exactness(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> str:
 
 
 def measure(name: str) -> None:
-    work = subject(name)
-    step, beside = step_of(work), step_of(subject(name))  # the second stays as it is
+    work = build_subject(name)
+    step, beside = make_step(work), make_step(build_subject(name))  # the second stays as it is
     step(), beside()
     state = copy.deepcopy(work.model.state_dict())
-    plain = gradients_of(work, step)
+    plain = compute_gradients(work, step)
     work.model.load_state_dict(state)
-    base = allocated_peak(step)
+    base = measure_allocated_peak(step)
     print(f"{name}: plain steps take {base / 1e6:.1f} MB beside parameters", flush=True)
 
     def row(label: str, run, seconds: float) -> None:
         work.model.load_state_dict(state)
-        numbers = exactness(gradients_of(work, run), plain)
-        peak = allocated_peak(run) / base
-        ratio = paired(beside, run, ROUNDS)
+        numbers = describe_difference(compute_gradients(work, run), plain)
+        peak = measure_allocated_peak(run) / base
+        ratio = measure_paired_ratio(beside, run, ROUNDS)
         print(
             f"  {label:<24} peak {peak:.3f}, time x{ratio:.3f}, {numbers}, ready after {seconds:.1f} s",
             flush=True,
@@ -99,13 +99,13 @@ def measure(name: str) -> None:
             print(f"  budget {ratio}: below the floor")
             continue
         row(f"budget {ratio}", run, time.process_time() - began)
-    _compiled_whole(work, row)
-    _compiled_layers(work, row)
+    _measure_compiled_model(work, row)
+    _measure_compiled_layers(work, row)
 
 
-def _compiled_whole(work: Subject, row: Row) -> None:
+def _measure_compiled_model(work: Subject, row: Row) -> None:
     """The whole model compiled, its compiler told how much it may save."""
-    step, forward = step_of(work), work.model.forward
+    step, forward = make_step(work), work.model.forward
     for share in SAVED:
         torch._dynamo.reset()
         with torch._functorch.config.patch(activation_memory_budget=share):
@@ -113,12 +113,12 @@ def _compiled_whole(work: Subject, row: Row) -> None:
             began = time.process_time()
             try:
                 step(), step()
-                row(f"compiled, saving {share}", step_of(work), time.process_time() - began)
+                row(f"compiled, saving {share}", make_step(work), time.process_time() - began)
             finally:
                 work.model.forward = forward
 
 
-def _compiled_layers(work: Subject, row: Row) -> None:
+def _measure_compiled_layers(work: Subject, row: Row) -> None:
     """Each layer compiled, and checkpoints placed around some of them."""
     layers = [module for module in work.model.modules() if isinstance(module, Layer)]
     if not layers:
@@ -127,7 +127,7 @@ def _compiled_layers(work: Subject, row: Row) -> None:
     plain = [layer.forward for layer in layers]
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward)
-    step = step_of(work)
+    step = make_step(work)
     try:
         for name, place in work.placements:
             began = time.process_time()

@@ -45,12 +45,12 @@ IDS = list(range(0, 30, 3))
 DROPPED = [3, 27]
 
 
-def loss(number: int) -> float:
+def expected_loss(number: int) -> float:
     """The one right value of a row."""
     return number * 0.5 + 1
 
 
-def make(path: Path) -> Path:
+def build_store(path: Path) -> Path:
     """A store with one of everything."""
     store = gk.open(path, durability="process")
     store.add_run(gk.store.Run("main", {"lr": 0.1}, code="abc"))
@@ -74,27 +74,27 @@ def make(path: Path) -> Path:
     rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=6)
     rows.grow(8)
     for row in range(5):
-        rows.put(row, {"out": np.float32(loss(row))})
+        rows.put(row, {"out": np.float32(expected_loss(row))})
     rows.compact(rows_per_file=2)
     (lease,) = rows.claim(owner="a")
     rows.fail(lease, "ValueError: no")
     rows.claim(owner="b", seconds=1e6)
-    keep_coordinates(store)
+    capture_coordinates(store)
     store.info()
     assert verify(path).healthy
     return path
 
 
-def keep_coordinates(store: gk.Store) -> None:
+def capture_coordinates(store: gk.Store) -> None:
     """Rows of a few bytes, what is asked about unrounded, and the basis of both."""
     torch.manual_seed(0)
     model = gk.data.GPT(vocabulary=7, length=12, dim=8, heads=2, layers=1).eval()
-    given = {"task": gk.LanguageModeling(), "run": "few", "progress": False}
+    options = {"task": gk.LanguageModeling(), "run": "few", "progress": False}
     for split, keep, count in (("texts", gk.Keep(256, rows=8), 10), ("asked", "queries", 2)):
         loader = [{"input_ids": torch.randint(7, (count, 12))}]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gk.CaptureWarning)  # toys hardly agree
-            gk.capture(store, model, loader, split=split, keep=keep, **given)
+            gk.capture(store, model, loader, split=split, keep=keep, **options)
     assert store.has(BASIS)
 
 
@@ -120,25 +120,25 @@ class Victim:
         (self.outside / "precious.safetensors").write_text("mine")
 
     def files(self, suffix: str = "") -> list[Path]:
-        found = [x for x in sorted(self.root.rglob("*")) if x.is_file() and not x.is_symlink()]
-        return [x for x in found if x.name.endswith(suffix)]
+        files = [x for x in sorted(self.root.rglob("*")) if x.is_file() and not x.is_symlink()]
+        return [x for x in files if x.name.endswith(suffix)]
 
     def kinds(self, suffix: str = "") -> dict[str, list[Path]]:
         """Files by what they are, so that the few are damaged as often as the many."""
-        found: dict[str, list[Path]] = {}
+        files_by_kind: dict[str, list[Path]] = {}
         for file in self.files(suffix):
             parts = file.relative_to(self.root).parts
             key = parts[0] if len(parts) < 3 or parts[0] == "heads" else f"{parts[0]}/{parts[-2]}"
-            found.setdefault(f"{key}{file.suffix}", []).append(file)
-        return found
+            files_by_kind.setdefault(f"{key}{file.suffix}", []).append(file)
+        return files_by_kind
 
     def file(self, suffix: str = "") -> Path:
         kinds = self.kinds(suffix)
         return self.chance.choice(kinds[self.chance.choice(sorted(kinds))])
 
     def folder(self) -> Path:
-        found = [x for x in sorted(self.root.rglob("*")) if x.is_dir() and not x.is_symlink()]
-        return self.chance.choice(found)
+        folders = [x for x in sorted(self.root.rglob("*")) if x.is_dir() and not x.is_symlink()]
+        return self.chance.choice(folders)
 
 
 def rewrite(file: Path, data: bytes) -> None:
@@ -348,47 +348,49 @@ class Question:
     """Whether fewer rows are an honest answer too: of work that nobody called finished."""
 
 
-def opened(path: Path) -> gk.Store:
+def open_store(path: Path) -> gk.Store:
     return gk.open(path, create=False, durability="process")
 
 
 def read_all(
     path: Path, key: gk.store.CaptureKey, **options: object
 ) -> dict[int, tuple[object, ...]]:
-    block = opened(path).read(key, **options)
-    found = {}
+    block = open_store(path).read(key, **options)
+    rows = {}
     for batch in block.stream():
         for at, number in enumerate(batch.ids.tolist()):
             values = (batch["loss"][at], batch["label"][at], batch["big"][at].tolist())
-            found[number] = tuple(x.item() if hasattr(x, "item") else x for x in values)
+            rows[number] = tuple(x.item() if hasattr(x, "item") else x for x in values)
     picked = block.read(block.ids[::-1], ["loss"])
-    assert picked["loss"].tolist() == [found[x][0] for x in picked.ids.tolist()]
-    return found
+    assert picked["loss"].tolist() == [rows[x][0] for x in picked.ids.tolist()]
+    return rows
 
 
-def stored(ids: list[int]) -> dict[int, tuple[object, ...]]:
-    return {x: (loss(x), x % 7, [float(x)] * 40) for x in ids}
+def expected_rows(ids: list[int]) -> dict[int, tuple[object, ...]]:
+    return {x: (expected_loss(x), x % 7, [float(x)] * 40) for x in ids}
 
 
 def read_rows(path: Path) -> dict[int, float]:
-    rows = opened(path).rows("models")
+    rows = open_store(path).rows("models")
     done = rows.done()
     rows.states()
     return dict(zip(done.tolist(), rows.read(done)["out"].tolist(), strict=True))
 
 
-def told(path: Path) -> dict[str, int]:
-    info = opened(path).info()
+def read_info(path: Path) -> dict[str, int]:
+    info = open_store(path).info()
     repr(info), json.dumps(info.to_fields())
-    kept = [x for x in info.blocks if x.state == "sealed" and x.address.kind != "rows"]
-    kept = [x for x in kept if "/few/" not in f"/{x.address.folder}/"]
-    return {x.address.folder: x.rows for x in kept}
+    sealed = [x for x in info.blocks if x.state == "sealed" and x.address.kind != "rows"]
+    sealed = [x for x in sealed if "/few/" not in f"/{x.address.folder}/"]
+    return {x.address.folder: x.rows for x in sealed}
 
 
 def read_coordinates(path: Path) -> list[list[float]]:
     """The influence of rows of a few bytes on those that are asked about."""
-    found = gk.attribute(opened(path), queries="asked", train="texts", run="few", method="ekfac")
-    return found.numpy().tolist()
+    scores = gk.attribute(
+        open_store(path), queries="asked", train="texts", run="few", method="ekfac"
+    )
+    return scores.numpy().tolist()
 
 
 SQL = """
@@ -396,29 +398,31 @@ SQL = """
     join runs using (run) join checkpoints using (run, checkpoint)
     join captures using (run, checkpoint, split) order by id
 """
-LEFT = [x for x in IDS if x not in DROPPED]
+REMAINING = [x for x in IDS if x not in DROPPED]
 QUESTIONS = {
-    "sealed": Question(lambda p: read_all(p, SEALED), stored(LEFT)),
-    "version 0": Question(lambda p: read_all(p, SEALED, version=0), stored(IDS[:6])),
-    "version 1": Question(lambda p: read_all(p, SEALED, version=1), stored(IDS)),
-    "open": Question(lambda p: read_all(p, OPEN, live=True), stored(IDS[:6]), partial=True),
-    "scores": Question(lambda p: opened(p).read(SCORES).column("s").tolist(), [[1, 0], [0, 1]]),
-    "rows": Question(read_rows, {x: loss(x) for x in range(5)}, partial=True),
-    "size": Question(lambda p: opened(p).rows("models").num_rows, 8),
-    "runs": Question(lambda p: [x.code for x in opened(p).runs()], ["abc"]),
-    "checkpoints": Question(lambda p: [x.step for x in opened(p).checkpoints("main")], [3]),
+    "sealed": Question(lambda p: read_all(p, SEALED), expected_rows(REMAINING)),
+    "version 0": Question(lambda p: read_all(p, SEALED, version=0), expected_rows(IDS[:6])),
+    "version 1": Question(lambda p: read_all(p, SEALED, version=1), expected_rows(IDS)),
+    "open": Question(lambda p: read_all(p, OPEN, live=True), expected_rows(IDS[:6]), partial=True),
+    "scores": Question(lambda p: open_store(p).read(SCORES).column("s").tolist(), [[1, 0], [0, 1]]),
+    "rows": Question(read_rows, {x: expected_loss(x) for x in range(5)}, partial=True),
+    "size": Question(lambda p: open_store(p).rows("models").num_rows, 8),
+    "runs": Question(lambda p: [x.code for x in open_store(p).runs()], ["abc"]),
+    "checkpoints": Question(lambda p: [x.step for x in open_store(p).checkpoints("main")], [3]),
     "captures": Question(
-        lambda p: sorted(x for x in opened(p).captures() if x.run == "main"), sorted([SEALED, OPEN])
+        lambda p: sorted(x for x in open_store(p).captures() if x.run == "main"),
+        sorted([SEALED, OPEN]),
     ),
-    "info": Question(told, {SEALED.folder: len(LEFT), SCORES.folder: 2}),
+    "info": Question(read_info, {SEALED.folder: len(REMAINING), SCORES.folder: 2}),
     "sql": Question(
-        lambda p: opened(p).sql(SQL).rows(), [(x, loss(x), "abc", 3, "sealed") for x in LEFT]
+        lambda p: open_store(p).sql(SQL).rows(),
+        [(x, expected_loss(x), "abc", 3, "sealed") for x in REMAINING],
     ),
-    "gc": Question(lambda p: bool(gc(opened(p), dry_run=True)), True),
+    "gc": Question(lambda p: bool(gc(open_store(p), dry_run=True)), True),
 }
 
 
-def outcome(path: Path, outside: Path) -> tuple[str, str]:
+def judge_damage(path: Path, outside: Path) -> tuple[str, str]:
     """What became of a damaged store, and the reason."""
     before = {x: x.read_bytes() for x in outside.rglob("*") if x.is_file()}
     answers, ugly = {}, []
@@ -450,10 +454,10 @@ def outcome(path: Path, outside: Path) -> tuple[str, str]:
         return "ugly", "; ".join(ugly)
     if damage:
         return "found", damage[0]
-    return _judged(answers)
+    return _judge_answers(answers)
 
 
-def _judged(answers: dict[str, object]) -> tuple[str, str]:
+def _judge_answers(answers: dict[str, object]) -> tuple[str, str]:
     undone = ""
     for name, answer in answers.items():
         question = QUESTIONS[name]
@@ -473,7 +477,7 @@ def run(cases: int, seed: int, *, show: Callable[[str], object] = print) -> Coun
     by_kind: dict[str, Counter[str]] = {}
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shared) as folder:
-        whole = make(Path(folder, "whole"))
+        whole = build_store(Path(folder, "whole"))
         QUESTIONS["coordinates"] = Question(read_coordinates, read_coordinates(whole))
         for case in range(cases):
             chance = random.Random(f"{seed}/{case}")
@@ -482,11 +486,11 @@ def run(cases: int, seed: int, *, show: Callable[[str], object] = print) -> Coun
             kind = KINDS[case % len(KINDS)]
             victim = Victim(path, chance)
             kind(victim)
-            found, why = outcome(path, victim.outside)
-            counts[found] += 1
-            by_kind.setdefault(kind.__name__, Counter())[found] += 1
-            if found in ("wrong", "ugly"):
-                show(f"{found}  case {case} of seed {seed}, {kind.__name__}: {why}")
+            result, why = judge_damage(path, victim.outside)
+            counts[result] += 1
+            by_kind.setdefault(kind.__name__, Counter())[result] += 1
+            if result in ("wrong", "ugly"):
+                show(f"{result}  case {case} of seed {seed}, {kind.__name__}: {why}")
             shutil.rmtree(path)
             shutil.rmtree(victim.outside)
     for name, ended in by_kind.items():
@@ -499,10 +503,10 @@ def main() -> None:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     start = time.monotonic()
     counts = run(cases, seed)
-    told = "  ".join(
+    summary = "  ".join(
         f"{word} {counts[word]}" for word in ("found", "harmless", "undone", "wrong", "ugly")
     )
-    print(f"{cases} damages of {len(KINDS)} kinds in {time.monotonic() - start:.0f} s: {told}")
+    print(f"{cases} damages of {len(KINDS)} kinds in {time.monotonic() - start:.0f} s: {summary}")
     sys.exit(bool(counts["wrong"] or counts["ugly"]))
 
 

@@ -29,7 +29,7 @@ def perceptron():
     return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
 
 
-def trained(store, models, targets):
+def train_models(store, models, targets):
     """The study with all its models; test digits beyond `targets` are left alone."""
     digits = load_digits()
     train = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
@@ -56,7 +56,7 @@ def trained(store, models, targets):
     return study
 
 
-def predicted(study):
+def print_correlations(study):
     """The correlations on left-out models; returns that of L1 with all others."""
     masks, margins = study.masks(), study.outputs()
     curves = {
@@ -85,7 +85,7 @@ def predicted(study):
     return best
 
 
-def removed(study, targets, repeats):
+def print_removals(study, targets, repeats):
     """Trainings without the top examples of some targets, and without as many at random."""
     fitted = study.fit()
     rng = np.random.default_rng(0)
@@ -97,24 +97,24 @@ def removed(study, targets, repeats):
         helping = [ids[ids >= 0] for ids in best.positive]
         tops = [ids[base[ids]][:REMOVED] for ids in helping]
         randoms = [rng.permutation(np.flatnonzero(base))[: len(ids)] for ids in tops]
-        found = study.verify_removals(
+        removals = study.verify_removals(
             fitted, [*tops, *randoms], base=base, repeats=repeats, workers=0, threads=1
         )
         places = np.arange(targets)
-        own, told = found.measured[places, chosen], found.predicted[places, chosen]
-        control = found.measured[targets + places, chosen]
-        told_control = found.predicted[targets + places, chosen]
-        error = found.standard_error[places, chosen]
-        slope, _ = statistics.linear_regression(told.tolist(), own.tolist())
+        own, expected = removals.measured[places, chosen], removals.predicted[places, chosen]
+        control = removals.measured[targets + places, chosen]
+        expected_control = removals.predicted[targets + places, chosen]
+        error = removals.standard_error[places, chosen]
+        slope, _ = statistics.linear_regression(expected.tolist(), own.tolist())
         print(
             f"\nwithout the {statistics.mean(map(len, tops)):.3g} examples that help each of "
             f"{targets} targets most, from {what} of the examples, {repeats} trainings each\n"
-            f"  change of its margin   predicted {told.mean():+.2f}   measured {own.mean():+.2f}"
+            f"  change of its margin   predicted {expected.mean():+.2f}   measured {own.mean():+.2f}"
             f"   (standard error of one {np.median(error):.2f})\n"
-            f"  as many at random      predicted {told_control.mean():+.2f}   measured {control.mean():+.2f}\n"
+            f"  as many at random      predicted {expected_control.mean():+.2f}   measured {control.mean():+.2f}\n"
             f"  fell for {np.count_nonzero(own < 0)} of {targets}; correlation over these targets "
-            f"{statistics.correlation(told.tolist(), own.tolist()):.2f}, slope {slope:.2f}; over all "
-            f"removals and targets {found.correlation:.2f}"
+            f"{statistics.correlation(expected.tolist(), own.tolist()):.2f}, slope {slope:.2f}; over all "
+            f"removals and targets {removals.correlation:.2f}"
         )
 
 
@@ -122,9 +122,9 @@ def main() -> None:
     quick = "--quick" in sys.argv[1:]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as store:
-        study = trained(store, *((200, 40) if quick else (1000, 360)))
-        best = predicted(study)
-        removed(study, *((4, 2) if quick else (24, 8)))
+        study = train_models(store, *((200, 40) if quick else (1000, 360)))
+        best = print_correlations(study)
+        print_removals(study, *((4, 2) if quick else (24, 8)))
     sys.exit("the fit predicts nothing" if not best.mean_low > 0 else 0)
 
 

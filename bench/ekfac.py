@@ -51,8 +51,8 @@ CORRELATION = 0.99
 BARS = {"mlp": (10, 3), "cnn": (10, 3), "cnn32": (5, 2), "gpt128": (5, 3), "gpt256": (5, 3)}
 """Times less CPU time than kronfluence: once captured, and including capture."""
 ROUNDS = 3
-TOGETHER = ("dot", "cos", "self", "trak", "logra", "ekfac")
-TOGETHER_BAR = 1.5
+METHODS = ("dot", "cos", "self", "trak", "logra", "ekfac")
+METHODS_BAR = 1.5
 WITHOUT = "--without-peer"
 PEER = (
     "kronfluence==1.0.1",
@@ -75,14 +75,14 @@ def fetch_peer() -> None:
         sys.path.append(str(folder))
 
 
-def by_kronfluence(net: nn.Module, train: TensorDataset, test: TensorDataset) -> np.ndarray:
+def score_with_kronfluence(net: nn.Module, train: TensorDataset, test: TensorDataset) -> np.ndarray:
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
 
     class Digits(Task):
         def compute_train_loss(self, batch, model, sample=False):
-            return loss(model, *batch, reduction="sum")
+            return compute_loss(model, *batch, reduction="sum")
 
         def compute_measurement(self, batch, model):
             return self.compute_train_loss(batch, model)
@@ -116,45 +116,51 @@ def by_kronfluence(net: nn.Module, train: TensorDataset, test: TensorDataset) ->
         return analyzer.load_pairwise_scores("scores")["all_modules"].numpy()
 
 
-def digits(name: str) -> tuple[TensorDataset, TensorDataset]:
-    found = load_digits()
-    images = torch.cat([torch.from_numpy(found.train_images), torch.from_numpy(found.test_images)])
-    labels = torch.cat([torch.from_numpy(found.train_labels), torch.from_numpy(found.test_labels)])
+def load_digit_rows(name: str) -> tuple[TensorDataset, TensorDataset]:
+    source = load_digits()
+    images = torch.cat(
+        [torch.from_numpy(source.train_images), torch.from_numpy(source.test_images)]
+    )
+    labels = torch.cat(
+        [torch.from_numpy(source.train_labels), torch.from_numpy(source.test_labels)]
+    )
     if name == "cnn":
         images = images.reshape(-1, 1, 8, 8)
     train = TensorDataset(images[:TRAIN], labels[:TRAIN])
     return train, TensorDataset(images[TRAIN : TRAIN + TEST], labels[TRAIN : TRAIN + TEST])
 
 
-def loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+def compute_loss(
+    net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean"
+) -> torch.Tensor:
     """Of classes, or of the next token at all places."""
     logits = net(x)
     logits = logits.transpose(1, 2) if logits.dim() == 3 else logits
     return F.cross_entropy(logits, y, reduction=reduction)
 
 
-def fitted(net: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
+def fit_model(net: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
     """The model after some epochs of Adam, ready to be asked."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     order = torch.Generator().manual_seed(0)
     for _ in range(epochs):
         for x, y in DataLoader(train, batch_size=64, shuffle=True, generator=order):
             optimizer.zero_grad()
-            loss(net, x, y).backward()
+            compute_loss(net, x, y).backward()
             optimizer.step()
     return net.eval()
 
 
-def cifar() -> tuple[TensorDataset, TensorDataset]:
+def load_cifar() -> tuple[TensorDataset, TensorDataset]:
     """600 and 60 images of 3 x 32 x 32: CIFAR-10 where it can be found, else random ones."""
     path = DATA / "cifar10" / "cifar10_10k_2k.npz"
     rng, parts = np.random.default_rng(0), []
     if path.exists():
-        found = np.load(path)
+        archive = np.load(path)
         for split, count in (("train", 600), ("test", 60)):
-            chosen = rng.permutation(len(found[f"y_{split}"]))[:count]
-            images = torch.from_numpy(found[f"x_{split}"][chosen]).permute(0, 3, 1, 2) / 255 - 0.5
-            parts.append((images, torch.from_numpy(found[f"y_{split}"][chosen]).long()))
+            chosen = rng.permutation(len(archive[f"y_{split}"]))[:count]
+            images = torch.from_numpy(archive[f"x_{split}"][chosen]).permute(0, 3, 1, 2) / 255 - 0.5
+            parts.append((images, torch.from_numpy(archive[f"y_{split}"][chosen]).long()))
     else:
         for count in (600, 60):
             images = torch.from_numpy(rng.standard_normal((count, 3, 32, 32), np.float32))
@@ -162,7 +168,7 @@ def cifar() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(*parts[0]), TensorDataset(*parts[1])
 
 
-def cifar_net(train: TensorDataset) -> nn.Module:
+def train_cifar_cnn(train: TensorDataset) -> nn.Module:
     """A CNN whose first layers are smaller as gradients than as factors."""
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -171,17 +177,17 @@ def cifar_net(train: TensorDataset) -> nn.Module:
         *(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)),
         *(nn.Flatten(), nn.Linear(128, 10)),
     )
-    return fitted(net, train, 8)
+    return fit_model(net, train, 8)
 
 
-def texts(
+def load_texts(
     train: int = 512, test: int = 64, length: int = 64
 ) -> tuple[TensorDataset, TensorDataset]:
     """Windows of tiny Shakespeare with the characters that follow; random ones where it is not found."""
-    found = sorted((DATA / "tinyshakespeare").glob("*.txt"))
+    files = sorted((DATA / "tinyshakespeare").glob("*.txt"))
     rng = np.random.default_rng(0)
-    if found:
-        codes = np.unique(np.frombuffer(found[0].read_bytes(), np.uint8), return_inverse=True)[1]
+    if files:
+        codes = np.unique(np.frombuffer(files[0].read_bytes(), np.uint8), return_inverse=True)[1]
     else:
         codes = rng.integers(0, 65, 1 << 18)
     count = train + test
@@ -191,18 +197,18 @@ def texts(
     return TensorDataset(x[:train], y[:train]), TensorDataset(x[train:], y[train:])
 
 
-def subject(name: str) -> tuple[nn.Module, TensorDataset, TensorDataset]:
+def build_subject(name: str) -> tuple[nn.Module, TensorDataset, TensorDataset]:
     """A model after some epochs, its training rows and its queries."""
     torch.manual_seed(0)
     if name.startswith("gpt"):
-        train, test = texts(*((512, 64) if name == "gpt128" else (192, 32)))
+        train, test = load_texts(*((512, 64) if name == "gpt128" else (192, 32)))
         net = GPT(dim=int(name.removeprefix("gpt")), layers=4, tied=False)
-        return fitted(net, train, 4), train, test
+        return fit_model(net, train, 4), train, test
     if name == "cnn32":
-        train, test = cifar()
-        return cifar_net(train), train, test
-    train, test = digits(name)
-    return fitted(model(name), train, 5), train, test
+        train, test = load_cifar()
+        return train_cifar_cnn(train), train, test
+    train, test = load_digit_rows(name)
+    return fit_model(model(name), train, 5), train, test
 
 
 def capture(net: nn.Module, train: TensorDataset, test: TensorDataset, **options) -> gk.Store:
@@ -217,14 +223,14 @@ def capture(net: nn.Module, train: TensorDataset, test: TensorDataset, **options
     return store
 
 
-def timed(function, *arguments, **options):
+def time_call(function, *arguments, **options):
     """Its CPU time, and what it gave."""
     started = time.process_time()
-    found = function(*arguments, **options)
-    return time.process_time() - started, found
+    result = function(*arguments, **options)
+    return time.process_time() - started, result
 
 
-def ask(store: gk.Store, method: str = "ekfac", **options) -> np.ndarray:
+def attribute(store: gk.Store, method: str = "ekfac", **options) -> np.ndarray:
     return gk.attribute(store, method=method, **options).numpy()
 
 
@@ -232,12 +238,12 @@ def correlation(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     """Spearman's rank correlation over the training rows: the mean over queries, and the least."""
     ranks = [x.argsort(1).argsort(1).astype(np.float64) for x in (one, other)]
     ranks = [(x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True) for x in ranks]
-    found = (ranks[0] * ranks[1]).mean(1)
-    return float(found.mean()), float(found.min())
+    correlations = (ranks[0] * ranks[1]).mean(1)
+    return float(correlations.mean()), float(correlations.min())
 
 
 def compare(name: str) -> bool:
-    net, train, test = subject(name)
+    net, train, test = build_subject(name)
     size = sum(p.numel() for p in net.parameters())
     print(
         f"{name}: {size:,} parameters, {len(train)} x {len(test)}, damping {DAMPING} x mean eigenvalue"
@@ -247,10 +253,12 @@ def compare(name: str) -> bool:
         fetch_peer()
     rounds = []
     for _ in range(ROUNDS):  # taking turns: a machine that is busy for a while is so for all
-        kept, store = timed(capture, net, train, test)
-        asked, ours = timed(ask, store, damping=DAMPING)
-        peer, theirs = timed(by_kronfluence, net, train, test) if peered else (0.0, ours)
-        rounds.append((kept, asked, peer))
+        capture_seconds, store = time_call(capture, net, train, test)
+        query_seconds, ours = time_call(attribute, store, damping=DAMPING)
+        peer, theirs = (
+            time_call(score_with_kronfluence, net, train, test) if peered else (0.0, ours)
+        )
+        rounds.append((capture_seconds, query_seconds, peer))
     for what, seconds in zip(
         ("capture", "ours, from disk", "kronfluence"), zip(*rounds, strict=True), strict=True
     ):
@@ -258,44 +266,47 @@ def compare(name: str) -> bool:
     if not peered:
         return False
     ratios = (
-        statistics.median(peer / asked for _, asked, peer in rounds),
-        statistics.median(peer / (kept + asked) for kept, asked, peer in rounds),
+        statistics.median(peer / query_seconds for _, query_seconds, peer in rounds),
+        statistics.median(
+            peer / (capture_seconds + query_seconds)
+            for capture_seconds, query_seconds, peer in rounds
+        ),
     )
     for what, ratio, bar in zip(
         ("once captured", "including capture"), ratios, BARS[name], strict=True
     ):
         print(f"  {what:<24}{ratio:>8.1f} x less CPU time (bar {bar})")
-    alike = ask(capture(net, train, test, keep="factors"), damping=DAMPING)
-    for what, found in (("as captured", ours), ('keep="factors"', alike)):
-        mean, least = correlation(found, theirs)
+    alike = attribute(capture(net, train, test, keep="factors"), damping=DAMPING)
+    for what, scores in (("as captured", ours), ('keep="factors"', alike)):
+        mean, least = correlation(scores, theirs)
         print(f"  rank correlation, {what:<14}: mean {mean:.4f}, least {least:.4f}")
     missed = correlation(ours, theirs)[0] < CORRELATION
     return missed or any(r < bar for r, bar in zip(ratios, BARS[name], strict=True))
 
 
-def together() -> bool:
+def compare_methods() -> bool:
     """One capture and several methods, against one capture and the dearest method alone."""
-    train, test = digits("mlp")
-    net = fitted(model("mlp"), train, 5)
+    train, test = load_digit_rows("mlp")
+    net = fit_model(model("mlp"), train, 5)
     store = capture(net, train, test)
-    kept = min(timed(capture, net, train, test)[0] for _ in range(ROUNDS))
+    capture_seconds = min(time_call(capture, net, train, test)[0] for _ in range(ROUNDS))
     known = {method.name for method in gk.methods()}
     each = {
-        method: min(timed(ask, store, method)[0] for _ in range(ROUNDS))
-        for method in TOGETHER
+        method: min(time_call(attribute, store, method)[0] for _ in range(ROUNDS))
+        for method in METHODS
         if method in known
     }
     dearest = max(each, key=each.__getitem__)
-    ratio = (kept + sum(each.values())) / (kept + each[dearest])
-    print(f"capture {kept:.2f} s, " + ", ".join(f"{m} {s:.2f}" for m, s in each.items()))
-    print(f"  all / the dearest ({dearest}) with capture: {ratio:.2f} (bar {TOGETHER_BAR})")
-    return ratio > TOGETHER_BAR or len(each) < len(TOGETHER)
+    ratio = (capture_seconds + sum(each.values())) / (capture_seconds + each[dearest])
+    print(f"capture {capture_seconds:.2f} s, " + ", ".join(f"{m} {s:.2f}" for m, s in each.items()))
+    print(f"  all / the dearest ({dearest}) with capture: {ratio:.2f} (bar {METHODS_BAR})")
+    return ratio > METHODS_BAR or len(each) < len(METHODS)
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    wanted = [word for word in sys.argv[1:] if word != WITHOUT] or [*BARS, "together"]
-    missed = [together() if name == "together" else compare(name) for name in wanted]
+    names = [word for word in sys.argv[1:] if word != WITHOUT] or [*BARS, "together"]
+    missed = [compare_methods() if name == "together" else compare(name) for name in names]
     return int(any(missed))
 
 

@@ -22,7 +22,7 @@ BAR = 5.0  # with 32 hidden units
 ROUNDS, MODELS = 3, 64
 
 
-def cpu(function):
+def cpu_seconds(function):
     began = time.process_time()
     result = function()
     return time.process_time() - began, result
@@ -37,7 +37,7 @@ def perceptron(hidden):
     return make
 
 
-def stacked(training, inputs, labels, subsets, test):
+def train_stacked(training, inputs, labels, subsets, test):
     """The logits of all models, trained as many at a time as a study would."""
     answers = []
     for start in range(0, MODELS, MANY):
@@ -58,16 +58,18 @@ def measure(hidden, batch_size, epochs):
     seeds = list(range(MODELS))
     ratios, apart = [], 0.0
     for _ in range(ROUNDS):  # in turns: whatever else the machine does hits both
-        together, found = cpu(lambda: stacked(training, inputs, labels, subsets, test))
-        alone, models = cpu(
+        together, logits = cpu_seconds(
+            lambda: train_stacked(training, inputs, labels, subsets, test)
+        )
+        alone, models = cpu_seconds(
             lambda: [
                 training.train_one(inputs[rows], labels[rows], seed)
                 for rows, seed in zip(subsets, seeds, strict=True)
             ]
         )
         with torch.no_grad():
-            wanted = torch.stack([model(test) for model in models])
-        apart = max(apart, float((found - wanted).abs().max() / wanted.abs().max()))
+            expected = torch.stack([model(test) for model in models])
+        apart = max(apart, float((logits - expected).abs().max() / expected.abs().max()))
         ratios.append(alone / together)
     return statistics.median(ratios), apart, chosen
 

@@ -25,11 +25,11 @@ def main(count: int | None = None) -> int:
         for call in known:
             if call.name not in fuzz.REFUSED_AS_THEY_ARE:
                 call.function(**call.good())
-        found = fuzz.try_all(
+        outcomes = fuzz.try_all(
             fuzz.tries(known, count, seed=0), told=lambda text: print(text, flush=True)
         )
-    print(f"{len(known)} functions  {found}  in {time.monotonic() - began:.0f} s")
-    return int(bool(found.bad))
+    print(f"{len(known)} functions  {outcomes}  in {time.monotonic() - began:.0f} s")
+    return int(bool(outcomes.bad))
 
 
 if __name__ == "__main__":

@@ -49,17 +49,17 @@ def main(count: int = 4180, seed: int = 0) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         box = fuzz.Sandbox(Path(folder) / "box")
-        wanted = list(fuzz.lines(count, seed))
+        command_lines = list(fuzz.lines(count, seed))
 
-        def tell(text: str) -> None:
+        def show(text: str) -> None:
             print(text, flush=True)
 
-        found = fuzz.try_lines(wanted, box, told=tell)
-        print(f"in forks      {found}", flush=True)
-        as_processes = fuzz.try_lines(wanted[::PROCESSES], box, run=run_process, told=tell)
+        in_forks = fuzz.try_lines(command_lines, box, told=show)
+        print(f"in forks      {in_forks}", flush=True)
+        as_processes = fuzz.try_lines(command_lines[::PROCESSES], box, run=run_process, told=show)
         print(f"as processes  {as_processes}")
     print(f"{time.monotonic() - began:.0f} s")
-    return int(bool(found.bad or as_processes.bad))
+    return int(bool(in_forks.bad or as_processes.bad))
 
 
 if __name__ == "__main__":

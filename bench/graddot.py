@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from bench._passes import cpu, images_cnn
+from bench._passes import build_cnn, cpu_seconds
 from gradkeep.data import GPT, load_digits, model
 from gradkeep.query._products import Products
 
@@ -62,13 +62,13 @@ class Case:
         return F.cross_entropy(logits, labels, reduction="none")
 
 
-def by_hooks(case: Case) -> torch.Tensor:
+def multiply_with_hooks(case: Case) -> torch.Tensor:
     """What one writes for once: factors of linear layers with one position, else whole gradients."""
-    net, wanted = case.net, [case.net.get_submodule(name) for name in case.layers()]
+    net, modules = case.net, [case.net.get_submodule(name) for name in case.layers()]
 
     def collected(data: TensorDataset) -> list[tuple[torch.Tensor, ...]]:
-        inputs: list[list[Any]] = [[] for _ in wanted]
-        suffixes: list[list[Any]] = [[] for _ in wanted]
+        inputs: list[list[Any]] = [[] for _ in modules]
+        suffixes: list[list[Any]] = [[] for _ in modules]
 
         def hook(at: int) -> Any:
             def keep(_: Any, args: Any, output: torch.Tensor) -> None:
@@ -77,15 +77,15 @@ def by_hooks(case: Case) -> torch.Tensor:
 
             return keep
 
-        handles = [layer.register_forward_hook(hook(at)) for at, layer in enumerate(wanted)]
+        handles = [layer.register_forward_hook(hook(at)) for at, layer in enumerate(modules)]
         for x, y in DataLoader(data, batch_size=case.batch):
             case.losses(net(x), y).sum().backward()
         for handle in handles:
             handle.remove()
         net.zero_grad()
-        return [made(*one) for one in zip(wanted, inputs, suffixes, strict=True)]
+        return [join_factors(*one) for one in zip(modules, inputs, suffixes, strict=True)]
 
-    def made(layer: Any, xs: list[Any], gs: list[Any]) -> tuple[torch.Tensor, ...]:
+    def join_factors(layer: Any, xs: list[Any], gs: list[Any]) -> tuple[torch.Tensor, ...]:
         if isinstance(layer, nn.Linear) and xs[0].dim() == 2:
             return torch.cat(xs), torch.cat(gs)
         parts = []
@@ -99,15 +99,15 @@ def by_hooks(case: Case) -> torch.Tensor:
 
     total: torch.Tensor | None = None
     for one, other in zip(collected(case.test), collected(case.train), strict=True):
-        found = one[0] @ other[0].T
+        products = one[0] @ other[0].T
         if len(one) == 2:
-            found = (found + 1) * (one[1] @ other[1].T)
-        total = found if total is None else total + found
+            products = (products + 1) * (one[1] @ other[1].T)
+        total = products if total is None else total + products
     assert total is not None
     return total
 
 
-def by_torch_func(case: Case, batch: int) -> torch.Tensor:
+def multiply_with_torch_func(case: Case, batch: int) -> torch.Tensor:
     everything = {name: value.detach() for name, value in case.net.named_parameters()}
     layers = tuple(case.layers())
     weights = {n: v for n, v in everything.items() if n.rpartition(".")[0] in layers}
@@ -126,7 +126,7 @@ def by_torch_func(case: Case, batch: int) -> torch.Tensor:
     return sum(queries[name] @ train[name].T for name in weights)  # type: ignore[return-value]
 
 
-def by_captum(case: Case) -> torch.Tensor:
+def multiply_with_captum(case: Case) -> torch.Tensor:
     from captum.influence import TracInCP
 
     influence = TracInCP(
@@ -142,11 +142,11 @@ def by_captum(case: Case) -> torch.Tensor:
     return influence.influence(tuple(case.test.tensors))
 
 
-def keep(case: Case, folder: str) -> int:
-    store, kept = gk.open(folder), 0
+def capture_splits(case: Case, folder: str) -> int:
+    store, stored_bytes = gk.open(folder), 0
     for split, data in (("train", case.train), ("test", case.test)):
         loader = DataLoader(data, batch_size=case.batch)
-        kept += gk.capture(
+        stored_bytes += gk.capture(
             store,
             case.net,
             loader,
@@ -155,16 +155,16 @@ def keep(case: Case, folder: str) -> int:
             layers=case.layers(),
             progress=False,
         ).bytes
-    return kept
+    return stored_bytes
 
 
-def ask(folder: str, compute: str | None = None) -> Products:
+def query_products(folder: str, compute: str | None = None) -> Products:
     store = gk.open(folder)
     queries, train = gk.gradients(store, split="test"), gk.gradients(store, split="train")
     return gk.query.dot(queries, train, compute=compute)
 
 
-def ask_once(case: Case) -> torch.Tensor:
+def attribute_once(case: Case) -> torch.Tensor:
     train, test = (DataLoader(data, batch_size=case.batch) for data in (case.train, case.test))
     options = {"task": case.task, "layers": case.layers(), "method": "dot"}
     return torch.from_numpy(gk.attribute_once(case.net, train, test, **options).numpy())
@@ -180,7 +180,7 @@ def drop_from_page_cache(folder: str) -> None:
 
 
 @dataclass
-class Ours:
+class OwnTimes:
     """What ours cost, in each round."""
 
     whole: list[float] = field(default_factory=list)
@@ -189,35 +189,41 @@ class Ours:
     once: list[float] = field(default_factory=list)
 
 
-def rounds(case: Case) -> tuple[Ours, dict[str, list[float]], dict[str, torch.Tensor], int]:
+def measure_rounds(
+    case: Case,
+) -> tuple[OwnTimes, dict[str, list[float]], dict[str, torch.Tensor], int]:
     """Everything by turns; the answers of each."""
-    peers: dict[str, Callable[[], torch.Tensor]] = {"hooks": lambda: by_hooks(case)}
-    by_torch_func(case, BATCHES[0])  # whose first run also loads what all of them need
-    best = min(BATCHES, key=lambda size: cpu(lambda: by_torch_func(case, size)))
-    peers[f"torch.func, batch {best}"] = lambda: by_torch_func(case, best)
+    peers: dict[str, Callable[[], torch.Tensor]] = {"hooks": lambda: multiply_with_hooks(case)}
+    multiply_with_torch_func(case, BATCHES[0])  # whose first run also loads what all of them need
+    best = min(BATCHES, key=lambda size: cpu_seconds(lambda: multiply_with_torch_func(case, size)))
+    peers[f"torch.func, batch {best}"] = lambda: multiply_with_torch_func(case, best)
     if case.net(case.test.tensors[0][:1]).dim() == 2:  # captum takes one label a sample
-        peers["captum"] = lambda: by_captum(case)
+        peers["captum"] = lambda: multiply_with_captum(case)
     answers: dict[str, torch.Tensor] = {}
-    ours, theirs, kept = Ours(), {name: [] for name in peers}, 0
+    ours, theirs, stored_bytes = OwnTimes(), {name: [] for name in peers}, 0
     for _ in range(ROUNDS):
         for name, peer in peers.items():
-            theirs[name].append(cpu(partial(told, answers, name, peer)))
+            theirs[name].append(cpu_seconds(partial(store_answer, answers, name, peer)))
         with tempfile.TemporaryDirectory() as folder:
 
             def everything() -> None:
-                nonlocal kept
-                kept = keep(case, folder)
-                answers["ours"] = ask(folder).values
+                nonlocal stored_bytes
+                stored_bytes = capture_splits(case, folder)
+                answers["ours"] = query_products(folder).values
 
-            ours.whole.append(cpu(everything))
-            ours.question.append(min(cpu(lambda: ask(folder)) for _ in range(3)))
+            ours.whole.append(cpu_seconds(everything))
+            ours.question.append(min(cpu_seconds(lambda: query_products(folder)) for _ in range(3)))
             drop_from_page_cache(folder)
-            ours.cold.append(cpu(lambda: ask(folder)))
-        ours.once.append(cpu(partial(told, answers, "once", lambda: ask_once(case))))
-    return ours, theirs, answers, kept
+            ours.cold.append(cpu_seconds(lambda: query_products(folder)))
+        ours.once.append(
+            cpu_seconds(partial(store_answer, answers, "once", lambda: attribute_once(case)))
+        )
+    return ours, theirs, answers, stored_bytes
 
 
-def told(answers: dict[str, torch.Tensor], name: str, peer: Callable[[], torch.Tensor]) -> None:
+def store_answer(
+    answers: dict[str, torch.Tensor], name: str, peer: Callable[[], torch.Tensor]
+) -> None:
     answers[name] = peer()
 
 
@@ -226,13 +232,15 @@ def compare(case: Case) -> bool:
     shape = f"{len(case.train)} x {len(case.test)}"
     print(f"{case.name}: {size:,} parameters, {shape}, linear and convolutional layers with biases")
     with tempfile.TemporaryDirectory() as folder:  # imports and calibration, told apart
-        keep(case, folder)
-        ask(folder)
-        ask_once(case)
-    ours, theirs, answers, kept = rounds(case)
+        capture_splits(case, folder)
+        query_products(folder)
+        attribute_once(case)
+    ours, theirs, answers, stored_bytes = measure_rounds(case)
     truth = next(answers[name] for name in theirs if name.startswith("torch.func"))
     dense = (len(case.train) + len(case.test)) * size * 4
-    print(f"  kept in {kept / 1e6:.1f} MB, dense is {dense / 1e6:.0f} MB ({dense / kept:.0f}x)")
+    print(
+        f"  kept in {stored_bytes / 1e6:.1f} MB, dense is {dense / 1e6:.0f} MB ({dense / stored_bytes:.0f}x)"
+    )
     print(
         f"  {'':<24}{'CPU s':>8}{'/ whole':>9}{'bar':>6}{'/ question':>12}{'bar':>6}"
         f"{'/ once':>8}{'bar':>6}{'error':>9}"
@@ -240,35 +248,41 @@ def compare(case: Case) -> bool:
     whole, question, cold, once = (
         statistics.median(one) for one in (ours.whole, ours.question, ours.cold, ours.once)
     )
-    print(f"  {'ours, whole price':<24}{whole:>8.3f}{'':>47}{error(answers['ours'], truth):>9.1e}")
+    print(
+        f"  {'ours, whole price':<24}{whole:>8.3f}{'':>47}{relative_error(answers['ours'], truth):>9.1e}"
+    )
     print(f"  {'ours, question':<24}{question:>8.3f}")
     print(f"  {'ours, question, cold':<24}{cold:>8.3f}")
-    print(f"  {'ours, once':<24}{once:>8.3f}{'':>47}{error(answers['once'], truth):>9.1e}")
+    print(f"  {'ours, once':<24}{once:>8.3f}{'':>47}{relative_error(answers['once'], truth):>9.1e}")
     missed = False
     for name, seconds in theirs.items():
         price = statistics.median(seconds)
         least = case.bars.get(name.partition(",")[0], (0.0, 0.0, 0.0))
         ratios = (price / whole, price / question, price / once)
-        short = any(found < bar for found, bar in zip(ratios, least, strict=True))
+        short = any(value < bar for value, bar in zip(ratios, least, strict=True))
         missed |= short
         print(
             f"  {name:<24}{price:>8.3f}{ratios[0]:>9.2f}{least[0]:>6.2f}{ratios[1]:>12.1f}"
-            f"{least[1]:>6.1f}{ratios[2]:>8.2f}{least[2]:>6.2f}{error(answers[name], truth):>9.1e}{'  MISSED' if short else ''}",
+            f"{least[1]:>6.1f}{ratios[2]:>8.2f}{least[2]:>6.2f}{relative_error(answers[name], truth):>9.1e}{'  MISSED' if short else ''}",
             flush=True,
         )
     return missed
 
 
-def error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found.double() - truth.double()).norm() / truth.double().norm())
+def relative_error(products: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((products.double() - truth.double()).norm() / truth.double().norm())
 
 
-def cases() -> list[Case]:
+def build_cases() -> list[Case]:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    found = load_digits()
-    images = torch.cat([torch.from_numpy(found.train_images), torch.from_numpy(found.test_images)])
-    labels = torch.cat([torch.from_numpy(found.train_labels), torch.from_numpy(found.test_labels)])
+    source = load_digits()
+    images = torch.cat(
+        [torch.from_numpy(source.train_images), torch.from_numpy(source.test_images)]
+    )
+    labels = torch.cat(
+        [torch.from_numpy(source.train_labels), torch.from_numpy(source.test_labels)]
+    )
     pixels = torch.randn(1400, 3, 32, 32, generator=generator)
     kinds = torch.randint(0, 10, (1400,), generator=generator)
     tokens = torch.randint(0, 256, (288, 64), generator=generator)
@@ -287,7 +301,7 @@ def cases() -> list[Case]:
             {"hooks": (1 / 3, 0, 1 / 2), "torch.func": (3, 30, 10), "captum": (3, 15, 10)},
         ),
         Case(
-            *("CNN 3x32x32", images_cnn(), classes, *cnn, 64),
+            *("CNN 3x32x32", build_cnn(), classes, *cnn, 64),
             {"torch.func": (1, 2, 1), "captum": (1, 2, 1)},
         ),
         Case(
@@ -299,8 +313,8 @@ def cases() -> list[Case]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    wanted = sys.argv[1:]
-    chosen = [one for one in cases() if not wanted or any(word in one.name for word in wanted)]
+    words = sys.argv[1:]
+    chosen = [one for one in build_cases() if not words or any(word in one.name for word in words)]
     missed = [compare(case) for case in chosen]
     return int(any(missed))
 

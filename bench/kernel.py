@@ -19,68 +19,68 @@ import torch
 from torch.nn import functional as F
 
 import gradkeep as gk
-from bench import _lds_truth as truths
+from bench import _lds_truth
 from gradkeep.data import dataset
 
 SIZES = (5_000, 16_000)
 TESTS, SUBSETS, SEEDS, EPOCHS = 300, 40, 4, 10
-WAYS = {"exact": {}, "dim=4096": {"dim": 4096}}
+SOLVERS = {"exact": {}, "dim=4096": {"dim": 4096}}
 
 
-def setting(rows: int) -> truths.Setting:
+def build_setting(rows: int) -> _lds_truth.Setting:
     parts = []
     for split, count in (("train", rows), ("test", TESTS)):
-        found = dataset("idx", truths.DATA / "mnist", split)
-        chosen = np.random.default_rng(1).permutation(len(found))[:count]
-        drawn = [found[int(row)] for row in chosen]
+        source = dataset("idx", _lds_truth.DATA / "mnist", split)
+        chosen = np.random.default_rng(1).permutation(len(source))[:count]
+        drawn = [source[int(row)] for row in chosen]
         images = torch.stack([torch.as_tensor(row[0]).float().reshape(28, 28) for row in drawn])
         small = F.avg_pool2d(images.unsqueeze(1), 2).flatten(1)
         parts.append((small, torch.tensor([int(row[1]) for row in drawn])))
-    make = truths.mlp(196, 64)
-    return truths.Setting(f"{rows}", parts[0], parts[1], make, epochs=EPOCHS, batch_size=64)
+    make = _lds_truth.mlp(196, 64)
+    return _lds_truth.Setting(f"{rows}", parts[0], parts[1], make, epochs=EPOCHS, batch_size=64)
 
 
-def measured(rows: int) -> dict[str, float]:
+def measure(rows: int) -> dict[str, float]:
     """The LDS of each way."""
-    world = setting(rows)
+    settings = build_setting(rows)
     began = time.process_time()
-    truth = truths.truth(world, subsets=SUBSETS, seeds=SEEDS)
-    full = truths.full_runs(world, 1, keep=(EPOCHS,))
-    net = world.make()
+    truth = _lds_truth.compute_truth(settings, subsets=SUBSETS, seeds=SEEDS)
+    full = _lds_truth.train_full_runs(settings, 1, keep=(EPOCHS,))
+    net = settings.make()
     net.load_state_dict({name: value[0] for name, value in full.states[EPOCHS].items()})
     print(
         f"{rows:,} rows: {SUBSETS} halves x {SEEDS} seeds in {time.process_time() - began:.0f} CPU s, "
         f"{full.accuracy:.1%} right, ceiling {truth.ceiling:.3f}",
         flush=True,
     )
-    found = {}
+    lds_by_solver = {}
     with tempfile.TemporaryDirectory() as folder:
-        for split, batch in (("train", world.train), ("test", world.test)):
+        for split, batch in (("train", settings.train), ("test", settings.test)):
             task = gk.Classification()
             gk.capture(folder, net, [batch], task=task, split=split, progress=False)
-        for name, options in WAYS.items():
+        for name, options in SOLVERS.items():
             began = time.process_time()
             scores = gk.attribute(folder, method="kernel", **options)
             took = time.process_time() - began
-            mean, low, high = truths.lds(scores.values, truth)
-            found[name] = mean
+            mean, low, high = _lds_truth.compute_lds(scores.values, truth)
+            lds_by_solver[name] = mean
             solved = "" if scores.solved is None else f", {scores.solved}"
             print(
                 f"  {name:10} {mean:.3f} [{low:.3f}, {high:.3f}], {mean / truth.ceiling:.0%} of the "
                 f"ceiling, {took:.0f} CPU s{solved}",
                 flush=True,
             )
-    return found
+    return lds_by_solver
 
 
 def main(arguments: list[str]) -> int:
-    if not (truths.DATA / "mnist").exists():
+    if not (_lds_truth.DATA / "mnist").exists():
         print("skipped, no MNIST files under GRADKEEP_DATA")
         return 0
     lower = False
     for rows in arguments or SIZES:
-        found = measured(int(rows))
-        lower |= found["exact"] < found["dim=4096"]
+        lds_by_solver = measure(int(rows))
+        lower |= lds_by_solver["exact"] < lds_by_solver["dim=4096"]
     print(f"the exact kernel is {'LOWER' if lower else 'nowhere lower'} than the sketch")
     return int(lower)
 

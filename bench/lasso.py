@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ class Line:
         return f"{self.what:<62}{self.ratio:>8.1f}x  {bar:<9}{self.note}"
 
 
-def cpu(work: Callable[[], object], rounds: int = 1) -> float:
+def cpu_seconds(work: Callable[[], object], rounds: int = 1) -> float:
     spent = []
     for _ in range(rounds):
         start = time.process_time()
@@ -57,24 +58,24 @@ def cpu(work: Callable[[], object], rounds: int = 1) -> float:
     return min(spent)
 
 
-def gram_line(models: int, examples: int, bar: float | None) -> Line:
+def measure_gram(models: int, examples: int, bar: float | None) -> Line:
     dense = np.random.default_rng(0).random((models, examples)) < 0.5
     x = torch.from_numpy(dense).float()
     masks = Masks.of(dense)
     out = np.zeros((examples, examples), pair_dtype(models))
-    product = cpu(lambda: x.T @ x, 2)
+    product = cpu_seconds(lambda: x.T @ x, 2)
 
     def ours() -> None:
         out[:] = 0
         add_pairs(masks, out)
 
-    spent = cpu(ours, 3)
+    spent = cpu_seconds(ours, 3)
     assert np.array_equal(out, (x.T @ x).numpy()), "the counts are not exact"
     name = f"Gram of {models} x {examples} masks, exact / fp32 GEMM"
     return Line(name, product / spent, bar, f"({spent:.2f} s against {product:.2f} s)")
 
 
-def in_standard_units(masks: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def standardize_columns(masks: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = masks.astype(np.float64)
     z = np.asfortranarray((x - x.mean(0)) / x.std(0))
     centred = y - y.mean(0)
@@ -93,12 +94,14 @@ def bounds(z: np.ndarray, y: np.ndarray, w: np.ndarray, lam: float) -> tuple[flo
     return primal / (y @ y / (2 * m)), dual / (y @ y / (2 * m))
 
 
-def follow(masks: np.ndarray, outputs: np.ndarray) -> tuple[float, float, list[np.ndarray]]:
+def follow_penalties(
+    masks: np.ndarray, outputs: np.ndarray
+) -> tuple[float, float, list[np.ndarray]]:
     """Our CPU seconds for counts and matrix, and for the path; the weights `[t, n]` along it."""
-    found: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
 
     def visit(index: int, ids: object, lam: object, w: torch.Tensor, gap: object) -> None:
-        found.append(w.numpy().copy())
+        weights.append(w.numpy().copy())
 
     start = time.process_time()
     counts = Counts.of(Masks.of(masks), outputs)
@@ -107,14 +110,14 @@ def follow(masks: np.ndarray, outputs: np.ndarray) -> tuple[float, float, list[n
     with torch.inference_mode():
         solver = PathSolver("l1", 1.0, 0.9 * GAP, 5000, masks.shape[1])
         follow_path(solver, standard, FRACTIONS, 1.0, visit)
-    return middle - start, time.process_time() - middle, found
+    return middle - start, time.process_time() - middle, weights
 
 
-def path_lines(sizes: tuple[int, int, int], peers: int, bars: dict[str, float]) -> list[Line]:
+def measure_paths(sizes: tuple[int, int, int], peers: int, bars: dict[str, float]) -> list[Line]:
     m, n, t = sizes
     data = planted(m, n, t, large=30, tail=0.01, explained=0.6)
-    made, followed, weights = follow(data.masks, data.outputs)
-    z, y = in_standard_units(data.masks, data.outputs)
+    prepared, followed, weights = follow_penalties(data.masks, data.outputs)
+    z, y = standardize_columns(data.masks, data.outputs)
     matrix = np.asfortranarray(z.T @ z)
     lines: list[Line] = []
     ours, theirs = 0.0, 0.0
@@ -130,11 +133,11 @@ def path_lines(sizes: tuple[int, int, int], peers: int, bars: dict[str, float]) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             on_x.append(
-                cpu(lambda: coefs.append(lasso_path(z, one, alphas=lams, **on_masks)[1]))  # noqa: B023
+                cpu_seconds(lambda: coefs.append(lasso_path(z, one, alphas=lams, **on_masks)[1]))  # noqa: B023
             )
             product = z.T @ one
             on_gram.append(
-                cpu(lambda: lasso_path(z, one, alphas=lams, Xy=product, **on_pairs))  # noqa: B023
+                cpu_seconds(lambda: lasso_path(z, one, alphas=lams, Xy=product, **on_pairs))  # noqa: B023
             )
             best = lasso_path(z, one, alphas=lams, Xy=product, **{**on_pairs, "tol": 1e-7})[1]
         for index, lam in enumerate(lams):
@@ -143,7 +146,7 @@ def path_lines(sizes: tuple[int, int, int], peers: int, bars: dict[str, float]) 
             ours = max(ours, value - least)
             theirs = max(theirs, bounds(z, one, coefs[0][:, index], lam)[0] - least)
     name = f"({m}, {n}, {t})"
-    each, whole = followed / t, (made + followed) / t
+    each, whole = followed / t, (prepared + followed) / t
     gaps = f"proven {ours:.0e} from the minimum, sklearn {theirs:.0e}"
     assert ours <= GAP, gaps
     lines.append(
@@ -163,7 +166,7 @@ def path_lines(sizes: tuple[int, int, int], peers: int, bars: dict[str, float]) 
         )
     )
     if "celer" in bars:
-        celer = celer_seconds(z, y[:, 0])
+        celer = measure_celer(z, y[:, 0])
         if isinstance(celer, str):
             print(f"celer left out: {celer}")
         else:
@@ -192,7 +195,7 @@ print(json.dumps(time.process_time() - start))
 """
 
 
-def celer_seconds(z: np.ndarray, y: np.ndarray) -> float | str:
+def measure_celer(z: np.ndarray, y: np.ndarray) -> float | str:
     """CPU seconds of celer for one target, or why there are none."""
     python = os.environ.get("CELER_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +213,7 @@ def celer_seconds(z: np.ndarray, y: np.ndarray) -> float | str:
     return float(json.loads(run.stdout))
 
 
-def memory_line(budget: int = 4 << 30) -> Line:
+def measure_memory(budget: int = 4 << 30) -> Line:
     """The fit of 20,000 examples in a process of its own: its peak against the budget."""
     run = subprocess.run(
         [sys.executable, "-m", "bench.lasso", "--memory"],
@@ -234,13 +237,13 @@ def fit_large() -> None:
     signal = np.concatenate([rows.astype(np.float32) @ weights for _, rows in masks.blocks(500)])
     outputs = signal + signal.std(0) * rng.standard_normal(signal.shape)
     start = time.process_time()
-    found = fit(masks, outputs, memory_budget="4GiB", lambdas=np.geomspace(1, 0.1, 6))
-    assert not found.unfinished
+    fitted = fit(masks, outputs, memory_budget="4GiB", lambdas=np.geomspace(1, 0.1, 6))
+    assert not fitted.unfinished
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps([peak, time.process_time() - start]))
 
 
-def by_sklearn(masks: np.ndarray, y: np.ndarray, *, gram: bool) -> np.ndarray:
+def fit_with_sklearn(masks: np.ndarray, y: np.ndarray, *, gram: bool) -> np.ndarray:
     """What `fit` does for one target, as it is written with sklearn in float32: a tenth of the models
     left out, the penalty that predicts them best, then all models."""
     out = np.random.default_rng(0).permutation(len(y))[: len(y) // 10]
@@ -254,25 +257,27 @@ def by_sklearn(masks: np.ndarray, y: np.ndarray, *, gram: bool) -> np.ndarray:
 
     z, one, mean, scale, centre, spread = standard(rest)
     lams = np.abs(z.T @ one / len(one)).max() * np.array(FRACTIONS)
-    told = {"precompute": gram, "tol": GAP / 2}
+    options = {"precompute": gram, "tol": GAP / 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        coefs = lasso_path(z, one, alphas=lams, **told)[1]
+        coefs = lasso_path(z, one, alphas=lams, **options)[1]
         weights = coefs / scale[:, None] * spread
         predicted = masks[out].astype(np.float32) @ weights + centre - mean @ weights
         best = int(((predicted - y[out, None]) ** 2).mean(0).argmin())
         z, one, *_ = standard(np.arange(len(y)))
         first = np.ascontiguousarray(coefs[:, best])
-        return lasso_path(z, one, alphas=lams[best : best + 1], coef_init=first, **told)[1]
+        return lasso_path(z, one, alphas=lams[best : best + 1], coef_init=first, **options)[1]
 
 
-def one_target_line(models: int, examples: int, bar: float | None) -> Line:
+def measure_one_target(models: int, examples: int, bar: float | None) -> Line:
     """The public `fit` of one target, choice of the penalty included, against the same by sklearn."""
     data = planted(models, examples, 1, large=30, tail=0.01, explained=0.6)
     y, rounds = data.outputs[:, 0], 5 if models < 5000 else 2
     fit(data.masks[:100, :20], y[:100])
-    ours = cpu(lambda: fit(data.masks, y, lambdas=FRACTIONS), rounds)
-    peers = [cpu(lambda: by_sklearn(data.masks, y, gram=gram), rounds) for gram in (False, True)]  # noqa: B023
+    ours = cpu_seconds(lambda: fit(data.masks, y, lambdas=FRACTIONS), rounds)
+    peers = []
+    for gram in (False, True):
+        peers.append(cpu_seconds(partial(fit_with_sklearn, data.masks, y, gram=gram), rounds))
     note = (
         f"({1e3 * ours:.0f} ms against {1e3 * peers[0]:.0f} on X, {1e3 * peers[1]:.0f} on a Gram)"
     )
@@ -286,14 +291,14 @@ def main(arguments: list[str]) -> int:
         fit_large()
         return 0
     if "--quick" in arguments:
-        lines = [one_target_line(2000, 1000, None), gram_line(4000, 1000, None)]
-        lines += path_lines((400, 200, 20), 2, {})
+        lines = [measure_one_target(2000, 1000, None), measure_gram(4000, 1000, None)]
+        lines += measure_paths((400, 200, 20), 2, {})
     else:
-        lines = [one_target_line(2000, 1000, 1.0), one_target_line(5000, 2000, 1.0)]
-        lines += [one_target_line(10000, 5000, 1.0), gram_line(16384, 4000, 5.0)]
-        lines += path_lines((2000, 1000, 50), 5, {"x": 10.0, "gram": 3.0, "celer": 10.0})
-        lines += path_lines((10000, 5000, 20), 2, {"x": 15.0})
-        lines.append(memory_line())
+        lines = [measure_one_target(2000, 1000, 1.0), measure_one_target(5000, 2000, 1.0)]
+        lines += [measure_one_target(10000, 5000, 1.0), measure_gram(16384, 4000, 5.0)]
+        lines += measure_paths((2000, 1000, 50), 5, {"x": 10.0, "gram": 3.0, "celer": 10.0})
+        lines += measure_paths((10000, 5000, 20), 2, {"x": 15.0})
+        lines.append(measure_memory())
     for line in lines:
         print(line.show())
     return int(any(line.bar is not None and line.ratio < line.bar for line in lines))

@@ -23,15 +23,14 @@ import numpy as np
 import torch
 
 import gradkeep as gk
-from bench import _lds_truth as truths
-from bench import _lm_lds, _lm_truth
+from bench import _lds_truth, _lm_lds, _lm_truth
 from gradkeep.errors import GradkeepError
 
 RUNS = (1, 5, 10)
-MIDDLE = (3, 4, 5, 6, 7)
-TOO_LONG = 60.0
+SAVED_EPOCHS = (3, 4, 5, 6, 7)
+MOST_SECONDS = 60.0
 """CPU seconds that a method but the kernel may take for ten runs, as predicted from one."""
-FEW = 20
+FEW_QUERIES = 20
 """Queries of the methods that solve for each with the model at hand."""
 BARS = {("trak", "final"): 0.50, ("kernel", "final"): 0.60, ("kernel", "epochs 3-7"): 0.70}
 
@@ -45,20 +44,20 @@ class Row:
     options: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.options)
-        few = f", {FEW} queries" if ("curvature", "ggn") in self.options else ""
-        return f"{self.method}{f' ({told})' if told else ''}, {self.at}{few}"
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        few = f", {FEW_QUERIES} queries" if ("curvature", "ggn") in self.options else ""
+        return f"{self.method}{f' ({options})' if options else ''}, {self.at}{few}"
 
 
-def rows() -> list[Row]:
+def build_rows() -> list[Row]:
     """Every method that needs nothing but a store, and the variants that are worth a line."""
     by_fisher = ("influence", "arnoldi")
-    found = [
+    methods = [
         Row(method.name, "final", (("curvature", "fisher"),) if method.name in by_fisher else ())
         for method in gk.methods()
         if method.about_queries
     ]
-    found += [
+    methods += [
         Row("kernel", "epochs 3-7"),
         Row("kernel", "final", (("weight", "q(1-q)"),)),
         Row("kernel", "final", (("dim", 512),)),
@@ -70,32 +69,32 @@ def rows() -> list[Row]:
         Row("influence", "final", (("curvature", "ggn"),)),
         Row("arnoldi", "final", (("curvature", "ggn"),)),
     ]
-    return found
+    return methods
 
 
-def settings() -> dict[str, object]:
-    digits = truths.digits_mlp()
+def build_settings() -> dict[str, object]:
+    digits = _lds_truth.build_digits_mlp()
     return {
         "digits": lambda: digits,
         "digits64": lambda: dataclasses.replace(digits, batch_size=64, lr=0.1),
-        "mnist-logistic": lambda: truths.mnist("logistic"),
-        "mnist-mlp": lambda: truths.mnist("mlp"),
+        "mnist-logistic": lambda: _lds_truth.build_mnist("logistic"),
+        "mnist-mlp": lambda: _lds_truth.build_mnist("mlp"),
     }
 
 
 @dataclass(frozen=True)
-class World:
+class CapturedRuns:
     """What the methods are asked in."""
 
-    setting: truths.Setting
+    setting: _lds_truth.Setting
     store: gk.Store
     states: dict[str, torch.Tensor]
     """The final weights of all runs."""
 
 
-def captured(setting: truths.Setting, runs: int) -> World:
+def capture_runs(setting: _lds_truth.Setting, runs: int) -> CapturedRuns:
     """A store with all that the methods may ask for; tells what capturing it cost."""
-    trained = truths.full_runs(setting, runs, keep=(*MIDDLE, setting.epochs))
+    trained = _lds_truth.train_full_runs(setting, runs, keep=(*SAVED_EPOCHS, setting.epochs))
     print(f"  {runs} runs on everything: {trained.accuracy:.1%} of the test examples right")
     store = gk.open(tempfile.mkdtemp(prefix="gradkeep-lds-"), durability="process")
     net = setting.make()
@@ -119,15 +118,15 @@ def captured(setting: truths.Setting, runs: int) -> World:
         train = {"split": "train", "run": f"run-{run}", "progress": False, "name": "sampled"}
         gk.capture(store, net, [setting.train], task=drawn, checkpoints=final, **train)
     took = time.process_time() - began
-    kept = len(store.captures())
-    print(f"  {kept} captures in {took:.1f} CPU s, {took / kept:.3f} each")
-    return World(setting, store, trained.states[setting.epochs])
+    count = len(store.captures())
+    print(f"  {count} captures in {took:.1f} CPU s, {took / count:.3f} each")
+    return CapturedRuns(setting, store, trained.states[setting.epochs])
 
 
-def scored(world: World, row: Row, runs: int) -> tuple[np.ndarray, float]:
+def score_method(captured: CapturedRuns, row: Row, runs: int) -> tuple[np.ndarray, float]:
     """The mean over runs of a method's scores, and the CPU seconds it took."""
-    setting, store = world.setting, world.store
-    epochs = MIDDLE if row.at == "epochs 3-7" else (setting.epochs,)
+    setting, store = captured.setting, captured.store
+    epochs = SAVED_EPOCHS if row.at == "epochs 3-7" else (setting.epochs,)
     names = [f"epoch-{epoch:02d}" for epoch in epochs]
     over = {method.name: method.over for method in gk.methods()}[row.method]
     every = [f"run-{run}" for run in range(runs)]
@@ -140,60 +139,60 @@ def scored(world: World, row: Row, runs: int) -> tuple[np.ndarray, float]:
         for number, run in enumerate(every):
             if with_model:
                 net = setting.make()
-                net.load_state_dict({name: w[number] for name, w in world.states.items()})
-                options |= {"model": net, "data": [setting.train], "ids": list(range(FEW))}
-            found = gk.attribute(
+                net.load_state_dict({name: w[number] for name, w in captured.states.items()})
+                options |= {"model": net, "data": [setting.train], "ids": list(range(FEW_QUERIES))}
+            scores = gk.attribute(
                 store, method=row.method, run=run, checkpoints=names[-1], **options
             )
-            parts.append(found.values)
+            parts.append(scores.values)
         return np.mean(parts, 0), time.process_time() - began
-    found = gk.attribute(store, method=row.method, run=every, checkpoints=names, **options)
-    return found.values, time.process_time() - began
+    scores = gk.attribute(store, method=row.method, run=every, checkpoints=names, **options)
+    return scores.values, time.process_time() - began
 
 
-def compare(name: str, setting: truths.Setting, *, subsets: int, seeds: int) -> None:
+def compare(name: str, setting: _lds_truth.Setting, *, subsets: int, seeds: int) -> None:
     began = time.process_time()
     print(
         f"\n{name}: {setting.name}, {len(setting.train[1])} to train, {len(setting.test[1])} to test"
     )
-    found = truths.truth(setting, subsets=subsets, seeds=seeds)
+    truth = _lds_truth.compute_truth(setting, subsets=subsets, seeds=seeds)
     print(
         f"  {subsets} halves x {seeds} seeds in {time.process_time() - began:.0f} CPU s; "
-        f"ceiling {found.ceiling:.3f}"
+        f"ceiling {truth.ceiling:.3f}"
     )
-    world = captured(setting, max(RUNS))
+    captured = capture_runs(setting, max(RUNS))
     print(f"  {'method':42} " + " ".join(f"{f'{runs} runs':>22}" for runs in RUNS) + "  CPU s/run")
-    for row in rows():
-        told, each = [], float("nan")
+    for row in build_rows():
+        cells, each = [], float("nan")
         for runs in RUNS:
-            if runs > 1 and each * max(RUNS) > TOO_LONG and row.method != "kernel":
-                told.append("too long")
+            if runs > 1 and each * max(RUNS) > MOST_SECONDS and row.method != "kernel":
+                cells.append("too long")
                 continue
             try:
-                scores, took = scored(world, row, runs)
+                scores, took = score_method(captured, row, runs)
             except GradkeepError as error:
-                told.append(str(error).splitlines()[0][:40])
+                cells.append(str(error).splitlines()[0][:40])
                 break
             each = took / runs
-            asked = dataclasses.replace(found, margins=found.margins[:, : len(scores)])
-            mean, low, high = truths.lds(scores, asked)
-            told.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
+            truth_of_queries = dataclasses.replace(truth, margins=truth.margins[:, : len(scores)])
+            mean, low, high = _lds_truth.compute_lds(scores, truth_of_queries)
+            cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
             bar = BARS.get((row.method, row.at))
             if runs == max(RUNS) and bar is not None and not row.options and "digits" in name:
-                told[-1] += f" {'reaches' if mean >= bar else 'MISSES'} {bar:.2f}"
-        print(f"  {row!s:42} " + " ".join(f"{text:>22}" for text in told) + f"  {each:.2f}")
+                cells[-1] += f" {'reaches' if mean >= bar else 'MISSES'} {bar:.2f}"
+        print(f"  {row!s:42} " + " ".join(f"{text:>22}" for text in cells) + f"  {each:.2f}")
         sys.stdout.flush()
 
 
-def main(wanted: Sequence[str]) -> int:
-    known, missed = settings(), False
-    for name in wanted or known:
+def main(names: Sequence[str]) -> int:
+    known, missed = build_settings(), False
+    for name in names or known:
         if name in _lm_lds.NAMES:
-            missed |= _lm_lds.table(name, _lm_truth.truth(_lm_lds.NAMES[name]()))
+            missed |= _lm_lds.print_table(name, _lm_truth.compute_truth(_lm_lds.NAMES[name]()))
             continue
         if name not in known:
             sys.exit(f"no setting {name!r}; there are {', '.join((*known, *_lm_lds.NAMES))}")
-        if name.startswith("mnist") and not (truths.DATA / "mnist").exists():
+        if name.startswith("mnist") and not (_lds_truth.DATA / "mnist").exists():
             print(f"\n{name}: skipped, no MNIST files under GRADKEEP_DATA")
             continue
         few = name.startswith("mnist")

@@ -32,16 +32,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--models", nargs="*", choices=_lm_price.MODELS, default=_lm_price.MODELS)
-    given = parser.parse_args()
-    rows, rounds = (256, 3) if given.quick else (given.rows, given.rounds)
+    options = parser.parse_args()
+    rows, rounds = (256, 3) if options.quick else (options.rows, options.rounds)
     missed = []
-    if "price" in given.parts:
-        missed += [_lm_price.compare(name, rows, rounds) for name in given.models]
-    if "memory" in given.parts:
-        missed += [_lm_price.remembers(name) for name in given.models]
-    if "bergson" in given.parts:
+    if "price" in options.parts:
+        missed += [_lm_price.compare_prices(name, rows, rounds) for name in options.models]
+    if "memory" in options.parts:
+        missed += [_lm_price.compare_memory(name) for name in options.models]
+    if "bergson" in options.parts:
         missed.append(_lm_bergson_env.compare(rows, rounds))
-    if "lds" in given.parts:
+    if "lds" in options.parts:
         missed.append(bool(lds.main(["gpt", "stories260k"])))
     return int(any(missed))
 

@@ -1,7 +1,7 @@
 """Kept gradients against MetaStore's formulas, on its kinds of models and layers.
 
 `./x bench metastore`: one thread, CPU time, all in one run. MetaStore's side is written down in
-bench/_seed.py: one query at a time and without biases, which ours include (its own front end,
+bench/formulas.py: one query at a time and without biases, which ours include (its own front end,
 `gradkeep.compat.metastore`, leaves them out as MetaStore does). Operators multiply factors that are in
 memory already; rows "from disk" read, verify, plan and multiply. The last table says how much scores
 change by what is different on purpose. Exit code 1 if a bar is missed or an answer is wrong.
@@ -20,8 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gradkeep as gk
-from bench import _seed
-from bench._seed_models import FIRST, LAST, Trained, bert, picture_loss, resnet50, text_loss, vgg16
+from bench import _metastore_formulas as formulas
+from bench._metastore_models import (
+    FIRST,
+    LAST,
+    TrainedModel,
+    build_bert,
+    build_resnet50,
+    build_vgg16,
+    picture_loss,
+    text_loss,
+)
 from gradkeep.query import Gradients
 from gradkeep.query._engine import GradientPair, ProductEngine
 from gradkeep.query._gradients import FactorBatch
@@ -38,7 +47,7 @@ CUT = {"encoding": "float16-scaled", "tolerance": 1e-3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held(Gradients):
+class InMemoryGradients(Gradients):
     """Gradients that were read before the clock starts."""
 
     some: FactorBatch
@@ -63,9 +72,11 @@ class Held(Gradients):
         return FactorBatch(start, stop, cut)
 
 
-def held(found: Gradients) -> Held:
-    whole = found.rows(range(len(found)))
-    return Held(found.key, found.block, found.forms, found.of, whole, found.slopes())
+def load_into_memory(gradients: Gradients) -> InMemoryGradients:
+    whole = gradients.rows(range(len(gradients)))
+    return InMemoryGradients(
+        gradients.key, gradients.block, gradients.forms, gradients.of, whole, gradients.slopes()
+    )
 
 
 @dataclass
@@ -77,17 +88,17 @@ class Report:
     def title(self, what: str) -> None:
         print(f"\n{what:<46}{'ratio':>10}{'bar':>7}", flush=True)
 
-    def row(self, what: str, ratio: float, bar: float | None, told: str) -> None:
+    def row(self, what: str, ratio: float, bar: float | None, note: str) -> None:
         short = bar is not None and ratio < bar
         if short:
             self.missed.append(f"{what}: {ratio:.2f}, bar {bar:g}")
         limit = "" if bar is None else f"{bar:g}"
         print(
-            f"  {what:<44}{ratio:>10.2f}{limit:>7}  {'MISSED ' if short else ''}{told}", flush=True
+            f"  {what:<44}{ratio:>10.2f}{limit:>7}  {'MISSED ' if short else ''}{note}", flush=True
         )
 
-    def check(self, what: str, found: torch.Tensor, truth: torch.Tensor, most: float) -> str:
-        error = float((found.double() - truth.double()).norm() / truth.double().norm())
+    def check(self, what: str, products: torch.Tensor, truth: torch.Tensor, most: float) -> str:
+        error = float((products.double() - truth.double()).norm() / truth.double().norm())
         if not error <= most:
             self.missed.append(f"{what}: error {error:.1e}, at most {most:g}")
         return f"error {error:.1e}"
@@ -99,10 +110,10 @@ class Case:
 
     store: gk.Store
     folder: Path
-    trained: Trained
+    trained: TrainedModel
     loss: Callable[..., torch.Tensor]
 
-    def keep(self, layers: list[str], name: str, **options: Any) -> gk.Captured:
+    def capture_splits(self, layers: list[str], name: str, **options: Any) -> gk.Captured:
         """Ours, both splits; what was done for the training rows is returned."""
         self.capture("test", layers, name, **options)
         return self.capture("train", layers, name, **options)
@@ -120,11 +131,11 @@ class Case:
             **options,
         )
 
-    def seed_keep(self, layers: list[str], split: str) -> None:
+    def metastore_capture(self, layers: list[str], split: str) -> None:
         (self.folder / split).mkdir(exist_ok=True)
         loss = partial(self.loss, reduction="sum")
         batches = getattr(self.trained, split)
-        _seed.collect(self.trained.net, layers, batches, loss, self.folder / split)
+        formulas.collect_factors(self.trained.net, layers, batches, loss, self.folder / split)
 
     def gradients(self, name: str, layers: list[str] | None = None) -> list[Gradients]:
         """The queries and the training rows that we kept."""
@@ -133,10 +144,10 @@ class Case:
             for split in ("test", "train")
         ]
 
-    def factors(self, layer: str, split: str) -> _seed.Factors:
-        return _seed.load(self.folder / split, layer)
+    def factors(self, layer: str, split: str) -> formulas.Factors:
+        return formulas.load_factors(self.folder / split, layer)
 
-    def truth(
+    def compute_truth(
         self, layers: list[str], queries: int = QUERIES, rows: int = ROWS, *, biases: bool = True
     ) -> torch.Tensor:
         """Products by restored gradients, with biases or as MetaStore's, without."""
@@ -145,39 +156,41 @@ class Case:
             train = tuple(part[:rows].double() for part in self.factors(layer, "train"))
             test = tuple(part[:queries].double() for part in self.factors(layer, "test"))
             if biases:
-                total += _seed.bias_products(train, test)
-            directions = _seed.restored(test).flatten(1)
+                total += formulas.bias_products(train, test)
+            directions = formulas.restore_gradients(test).flatten(1)
             for at in range(0, rows, 10):
                 some = tuple(part[at : at + 10] for part in train)
-                total[:, at : at + 10] += directions @ _seed.restored(some).flatten(1).t()
+                total[:, at : at + 10] += (
+                    directions @ formulas.restore_gradients(some).flatten(1).t()
+                )
         return total
 
-    def seed_bytes(self, layers: list[str]) -> int:
+    def metastore_bytes(self, layers: list[str]) -> int:
         folder = self.folder / "train"
         return sum(f.stat().st_size for name in layers for f in folder.glob(f"{name}_batch_*.pt"))
 
 
-def cpu(function: Callable[[], Any], times: int = 1) -> float:
+def cpu_seconds(function: Callable[[], Any], times: int = 1) -> float:
     started = time.process_time()
     for _ in range(times):
         function()
     return (time.process_time() - started) / times
 
 
-def by_turns(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[float, float]:
+def time_in_turns(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[float, float]:
     """The least CPU time of each; they take turns, and quick ones run several times a turn."""
     ours()
-    again = max(1, min(50, round(0.02 / max(cpu(ours), 1e-5))))
-    slow = [cpu(theirs)]
+    repeats = max(1, min(50, round(0.02 / max(cpu_seconds(ours), 1e-5))))
+    slow = [cpu_seconds(theirs)]
     turns = 2 if slow[0] > 2 else 7
-    fast = [cpu(ours, again)]
+    fast = [cpu_seconds(ours, repeats)]
     for _ in range(turns - 1):
-        slow.append(cpu(theirs))
-        fast.append(cpu(ours, again))
+        slow.append(cpu_seconds(theirs))
+        fast.append(cpu_seconds(ours, repeats))
     return min(fast), min(slow)
 
 
-def operator(
+def compare_operator(
     report: Report,
     case: Case,
     what: str,
@@ -194,8 +207,8 @@ def operator(
 
     Where all rows would take MetaStore's formula minutes it gets `slow_rows`: its time is linear.
     """
-    asked, rows = (held(found) for found in case.gradients(name, layers))
-    engine = ProductEngine([GradientPair(asked, rows)], answer=0, positions=range(queries))
+    test_rows, rows = (load_into_memory(gradients) for gradients in case.gradients(name, layers))
+    engine = ProductEngine([GradientPair(test_rows, rows)], answer=0, positions=range(queries))
 
     def ours() -> torch.Tensor:
         return torch.cat([tile.values[0] for tile in engine.tiles()], 1)
@@ -204,24 +217,30 @@ def operator(
     for layer in layers:
         train, test = case.factors(layer, "train"), case.factors(layer, "test")
         seeds.append(([part[:slow_rows] for part in train], [part[:queries] for part in test]))
-    formula = getattr(_seed, method)
-    kept = [[_seed.restored(side) for side in one] for one in seeds] if method == "naive" else seeds
+    formula = getattr(formulas, method)
+    operands = (
+        [[formulas.restore_gradients(side) for side in one] for one in seeds]
+        if method == "naive"
+        else seeds
+    )
 
     def theirs() -> torch.Tensor:
-        return sum(formula(*one) for one in kept)
+        return sum(formula(*one) for one in operands)
 
-    truth = case.truth(layers, queries, slow_rows)
-    told = report.check(what, ours()[:, :slow_rows], truth, most)
-    biases = sum(_seed.bias_products(*one) for one in seeds)
+    truth = case.compute_truth(layers, queries, slow_rows)
+    error = report.check(what, ours()[:, :slow_rows], truth, most)
+    biases = sum(formulas.bias_products(*one) for one in seeds)
     report.check(f"{what}, MetaStore's formula", theirs() + biases, truth, EXACT)
-    quick, slow = by_turns(ours, theirs)
+    quick, slow = time_in_turns(ours, theirs)
     slow *= ROWS / slow_rows
-    ways = ", ".join(dict.fromkeys(step.compute for step in engine.plan.steps))
-    each = f"{slow / queries * 1e3:.2f} and {quick / queries * 1e3:.3f} ms a query; {ways}; {told}"
+    methods = ", ".join(dict.fromkeys(step.compute for step in engine.plan.steps))
+    each = (
+        f"{slow / queries * 1e3:.2f} and {quick / queries * 1e3:.3f} ms a query; {methods}; {error}"
+    )
     report.row(what, slow / quick, bar, each)
 
 
-def from_disk(
+def compare_from_disk(
     report: Report,
     case: Case,
     what: str,
@@ -241,15 +260,15 @@ def from_disk(
         for query in range(QUERIES):
             for layer in layers:
                 test = tuple(part[query : query + 1] for part in tests[layer])
-                _seed.ted(case.factors(layer, "train"), test)
+                formulas.ted(case.factors(layer, "train"), test)
 
-    told = report.check(what, ours(), case.truth(layers), most)
-    quick, slow = by_turns(ours, theirs)
-    each = f"{slow / QUERIES * 1e3:.1f} and {quick / QUERIES * 1e3:.2f} ms a query; {told}"
+    error = report.check(what, ours(), case.compute_truth(layers), most)
+    quick, slow = time_in_turns(ours, theirs)
+    each = f"{slow / QUERIES * 1e3:.1f} and {quick / QUERIES * 1e3:.2f} ms a query; {error}"
     report.row(what, slow / quick, bar, each)
 
 
-def collecting(report: Report, case: Case, what: str, layers: list[str]) -> None:
+def compare_collecting(report: Report, case: Case, what: str, layers: list[str]) -> None:
     """One pass over the training rows, with writes."""
     names = iter(range(100))
 
@@ -257,14 +276,14 @@ def collecting(report: Report, case: Case, what: str, layers: list[str]) -> None
         case.capture("train", layers, f"collect-{next(names)}")
 
     def theirs() -> None:
-        case.seed_keep(layers, "train")
+        case.metastore_capture(layers, "train")
 
-    slow, quick = cpu(theirs), cpu(ours)
-    slow, quick = min(slow, cpu(theirs)), min(quick, cpu(ours))
+    slow, quick = cpu_seconds(theirs), cpu_seconds(ours)
+    slow, quick = min(slow, cpu_seconds(theirs)), min(quick, cpu_seconds(ours))
     report.row(what, slow / quick, None, f"{slow:.2f} and {quick:.2f} s of CPU time")
 
 
-def smaller(
+def compare_bytes(
     report: Report,
     case: Case,
     what: str,
@@ -275,67 +294,83 @@ def smaller(
     **options: Any,
 ) -> gk.Captured:
     """Bytes on disk of a whole capture to those of MetaStore's files, and the error it brings."""
-    kept = case.keep(layers, name, **options)
-    told = report.check(what, gk.query.dot(*case.gradients(name)).values, case.truth(layers), CLOSE)
-    least = kept.rows * sum(min(layer.dense_bytes, layer.factor_bytes) for layer in kept.layers)
-    if kept.bytes > least * 1.02:  # beside the gradients there are ids, losses, labels and norms
-        report.missed.append(f"{what}: {kept.bytes:,} bytes, min(dense, factors) is {least:,.0f}")
-    ways = ", ".join(dict.fromkeys(layer.storage for layer in kept.layers))
-    theirs = case.seed_bytes(layers)
-    each = f"{theirs / 1e6:.2f} and {kept.bytes / 1e6:.2f} MB; {ways}; {told}"
-    report.row(what, theirs / kept.bytes, bar, each)
-    return kept
+    report_of_capture = case.capture_splits(layers, name, **options)
+    error = report.check(
+        what, gk.query.dot(*case.gradients(name)).values, case.compute_truth(layers), CLOSE
+    )
+    least = report_of_capture.rows * sum(
+        min(layer.dense_bytes, layer.factor_bytes) for layer in report_of_capture.layers
+    )
+    if (
+        report_of_capture.bytes > least * 1.02
+    ):  # beside the gradients there are ids, losses, labels and norms
+        report.missed.append(
+            f"{what}: {report_of_capture.bytes:,} bytes, min(dense, factors) is {least:,.0f}"
+        )
+    forms = ", ".join(dict.fromkeys(layer.storage for layer in report_of_capture.layers))
+    theirs = case.metastore_bytes(layers)
+    each = f"{theirs / 1e6:.2f} and {report_of_capture.bytes / 1e6:.2f} MB; {forms}; {error}"
+    report.row(what, theirs / report_of_capture.bytes, bar, each)
+    return report_of_capture
 
 
-def pictures(report: Report, folder: Path) -> dict[str, gk.Captured]:
+def measure_vgg16(report: Report, folder: Path) -> dict[str, gk.Captured]:
     """The rows of VGG16; its captures for the table of sizes."""
-    case = Case(gk.open(folder / "store"), folder, vgg16(ROWS, QUERIES), picture_loss)
+    case = Case(gk.open(folder / "store"), folder, build_vgg16(ROWS, QUERIES), picture_loss)
     layers, both = ["conv1", "conv4", "conv7", "conv13", "l1"], ["conv13", "l1"]
     for split in ("train", "test"):
-        case.seed_keep(layers, split)
-    case.keep(layers, "exact")
+        case.metastore_capture(layers, split)
+    case.capture_splits(layers, "exact")
     report.title(f"VGG16, {ROWS} rows: MetaStore's / ours")
-    operator(report, case, "conv13, 1 query", ["conv13"], 1, 7)
-    operator(report, case, "conv13, 10 queries", ["conv13"], 10, 60)
-    operator(report, case, "conv7, 3 queries", ["conv7"], 3, None)
-    operator(report, case, "conv4, 3 queries", ["conv4"], 3, 6, slow_rows=20)
-    operator(report, case, "conv1, 10 queries", ["conv1"], 10, 1000, slow_rows=5)
+    compare_operator(report, case, "conv13, 1 query", ["conv13"], 1, 7)
+    compare_operator(report, case, "conv13, 10 queries", ["conv13"], 10, 60)
+    compare_operator(report, case, "conv7, 3 queries", ["conv7"], 3, None)
+    compare_operator(report, case, "conv4, 3 queries", ["conv4"], 3, 6, slow_rows=20)
+    compare_operator(report, case, "conv1, 10 queries", ["conv1"], 10, 1000, slow_rows=5)
     for method in ("half", "recon", "naive"):
         what = f"conv13, 1 query, {method}"
-        operator(report, case, what, ["conv13"], 1, None, method=method, slow_rows=20)
-    exact = case.keep(both, "both", of="loss")  # as MetaStore; by default the outputs' are kept too
-    from_disk(report, case, "conv13 + l1 from disk, 10 queries", both, 50, name="both", most=EXACT)
-    collecting(report, case, "collect conv13 + l1", both)
-    smaller(report, case, "bytes of conv13, 16 bit", ["conv13"], 1.9, name="conv13", **HALF)
-    smaller(report, case, "bytes of conv1", ["conv1"], 30, name="conv1")
-    half = smaller(report, case, "bytes of conv13 + l1, 16 bit", both, None, name="half", **HALF)
+        compare_operator(report, case, what, ["conv13"], 1, None, method=method, slow_rows=20)
+    exact = case.capture_splits(
+        both, "both", of="loss"
+    )  # as MetaStore; by default the outputs' are kept too
+    compare_from_disk(
+        report, case, "conv13 + l1 from disk, 10 queries", both, 50, name="both", most=EXACT
+    )
+    compare_collecting(report, case, "collect conv13 + l1", both)
+    compare_bytes(report, case, "bytes of conv13, 16 bit", ["conv13"], 1.9, name="conv13", **HALF)
+    compare_bytes(report, case, "bytes of conv1", ["conv1"], 30, name="conv1")
+    half = compare_bytes(
+        report, case, "bytes of conv13 + l1, 16 bit", both, None, name="half", **HALF
+    )
     return {"VGG16 conv13, l1": exact, "VGG16 conv13, l1, 16 bit": half}
 
 
-def texts(report: Report, folder: Path) -> dict[str, gk.Captured]:
+def measure_bert(report: Report, folder: Path) -> dict[str, gk.Captured]:
     """The rows of BERT; its captures for the table of sizes."""
-    case = Case(gk.open(folder / "store"), folder, bert(ROWS, QUERIES), text_loss)
+    case = Case(gk.open(folder / "store"), folder, build_bert(ROWS, QUERIES), text_loss)
     for split in ("train", "test"):
-        case.seed_keep(FIRST + LAST, split)
-    case.keep(FIRST + LAST, "exact")
+        case.metastore_capture(FIRST + LAST, split)
+    case.capture_splits(FIRST + LAST, "exact")
     report.title(f"BERT q, k, v, {ROWS} rows: MetaStore's / ours")
-    operator(report, case, "first layer, 1 query", FIRST, 1, 0.9)
-    operator(report, case, "first layer, 10 queries", FIRST, 10, 1.4)
-    operator(report, case, "last layer, 1 query", LAST, 1, 0.9)
-    operator(report, case, "last layer, 10 queries", LAST, 10, None)
+    compare_operator(report, case, "first layer, 1 query", FIRST, 1, 0.9)
+    compare_operator(report, case, "first layer, 10 queries", FIRST, 10, 1.4)
+    compare_operator(report, case, "last layer, 1 query", LAST, 1, 0.9)
+    compare_operator(report, case, "last layer, 10 queries", LAST, 10, None)
     for method in ("half", "recon", "naive"):
         what = f"first layer, 1 query, {method}"
-        operator(report, case, what, FIRST, 1, None, method=method, slow_rows=20)
-    exact = {"first": case.keep(FIRST, "first"), "last": case.keep(LAST, "last")}
-    first = smaller(report, case, "bytes of first layer, 16 bit", FIRST, 2.5, name="half", **HALF)
-    last = smaller(
+        compare_operator(report, case, what, FIRST, 1, None, method=method, slow_rows=20)
+    exact = {"first": case.capture_splits(FIRST, "first"), "last": case.keep(LAST, "last")}
+    first = compare_bytes(
+        report, case, "bytes of first layer, 16 bit", FIRST, 2.5, name="half", **HALF
+    )
+    last = compare_bytes(
         report, case, "bytes of last layer, cut at 1e-3, 16 bit", LAST, 7, name="cut", **CUT
     )
     close = {"name": "cut", "most": CLOSE}
-    operator(report, case, "last layer, cut, 1 query", LAST, 1, 0.9, **close)
-    operator(report, case, "last layer, cut, 10 queries", LAST, 10, 8, **close)
-    from_disk(report, case, "last layer, cut, from disk, 10 queries", LAST, 15, **close)
-    collecting(report, case, "collect first and last layer", FIRST + LAST)
+    compare_operator(report, case, "last layer, cut, 1 query", LAST, 1, 0.9, **close)
+    compare_operator(report, case, "last layer, cut, 10 queries", LAST, 10, 8, **close)
+    compare_from_disk(report, case, "last layer, cut, from disk, 10 queries", LAST, 15, **close)
+    compare_collecting(report, case, "collect first and last layer", FIRST + LAST)
     return {
         "BERT first q, k, v": exact["first"],
         "BERT first q, k, v, 16 bit": first,
@@ -344,9 +379,9 @@ def texts(report: Report, folder: Path) -> dict[str, gk.Captured]:
     }
 
 
-def large_pictures(folder: Path) -> dict[str, gk.Captured]:
+def capture_resnet50(folder: Path) -> dict[str, gk.Captured]:
     """Captures of ResNet-50, for the table of sizes."""
-    case = Case(gk.open(folder / "store"), folder, resnet50(20), picture_loss)
+    case = Case(gk.open(folder / "store"), folder, build_resnet50(20), picture_loss)
     layers = ["model_base.layer4.2.conv2"]
     return {
         "ResNet-50 layer4.2.conv2, 64 x 64": case.capture("train", layers, "exact"),
@@ -354,25 +389,25 @@ def large_pictures(folder: Path) -> dict[str, gk.Captured]:
     }
 
 
-def sizes(kept: dict[str, gk.Captured]) -> None:
+def print_sizes(captures: dict[str, gk.Captured]) -> None:
     print("\ndense bytes / all bytes kept (the paper: 4 to 678 times)")
-    for what, capture in kept.items():
+    for what, capture in captures.items():
         ratio = capture.dense_bytes / capture.bytes
-        told = f"{capture.dense_bytes / 1e6:,.1f} and {capture.bytes / 1e6:.2f} MB"
-        print(f"  {what:<44}{ratio:>10.1f}         {told}, {capture.rows} rows")
+        megabytes = f"{capture.dense_bytes / 1e6:,.1f} and {capture.bytes / 1e6:.2f} MB"
+        print(f"  {what:<44}{ratio:>10.1f}         {megabytes}, {capture.rows} rows")
 
 
-def differences(folder: Path) -> None:
+def print_differences(folder: Path) -> None:
     """How far scores of weights alone are from those that gradkeep gives by itself."""
     print("\nwhat MetaStore's scores change by (weights alone, its deviations of CIFAR-10)")
-    whole = vgg16(ROWS, QUERIES)
+    whole = build_vgg16(ROWS, QUERIES)
     ours, theirs = (torch.tensor(std)[:, None, None] for std in (CIFAR_STD, METASTORE_STD))
     other = [[(x * ours / theirs, y) for x, y in part] for part in (whole.train, whole.test)]
-    as_metastore = Trained(whole.net, *other)
+    as_metastore = TrainedModel(whole.net, *other)
     cases = {
         "VGG16 conv13, l1": (as_metastore, picture_loss, ["conv13", "l1"]),
         "VGG16, other deviations": (whole, picture_loss, ["conv13", "l1"]),
-        "BERT last q, k, v": (bert(ROWS, QUERIES), text_loss, LAST),
+        "BERT last q, k, v": (build_bert(ROWS, QUERIES), text_loss, LAST),
     }
     plain: dict[int, torch.Tensor] = {}
     for number, (what, (trained, loss, layers)) in enumerate(cases.items()):
@@ -380,15 +415,15 @@ def differences(folder: Path) -> None:
         place.mkdir()
         case = Case(gk.open(place / "store"), place, trained, loss)
         for split in ("train", "test"):
-            case.seed_keep(layers, split)
-        plain[number] = case.truth(layers, biases=False)
+            case.metastore_capture(layers, split)
+        plain[number] = case.compute_truth(layers, biases=False)
         if what.endswith("deviations"):
-            told_change("VGG16, gradkeep's own deviations", plain[number - 1], plain[number])
+            print_change("VGG16, gradkeep's own deviations", plain[number - 1], plain[number])
         else:
-            told_change(f"{what}, with biases", plain[number], case.truth(layers))
+            print_change(f"{what}, with biases", plain[number], case.compute_truth(layers))
 
 
-def told_change(what: str, before: torch.Tensor, after: torch.Tensor) -> None:
+def print_change(what: str, before: torch.Tensor, after: torch.Tensor) -> None:
     """The relative error of all scores, and how many of each query's ten highest stay."""
     error = float((after - before).norm() / before.norm())
     tops = [scores.topk(10, dim=1).indices.tolist() for scores in (before, after)]
@@ -400,15 +435,15 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)  # dropout while training
     report = Report()
-    kept: dict[str, gk.Captured] = {}
+    captures: dict[str, gk.Captured] = {}
     with tempfile.TemporaryDirectory() as name:
         for part in ("pictures", "texts", "large", "differences"):
             (Path(name) / part).mkdir()
-        kept |= pictures(report, Path(name) / "pictures")
-        kept |= texts(report, Path(name) / "texts")
-        kept |= large_pictures(Path(name) / "large")
-        sizes(kept)
-        differences(Path(name) / "differences")
+        captures |= measure_vgg16(report, Path(name) / "pictures")
+        captures |= measure_bert(report, Path(name) / "texts")
+        captures |= capture_resnet50(Path(name) / "large")
+        print_sizes(captures)
+        print_differences(Path(name) / "differences")
     print(
         "\n" + ("all bars met" if not report.missed else "MISSED\n  " + "\n  ".join(report.missed))
     )

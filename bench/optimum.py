@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             if best.schedule is None:
                 print(f"{number:>3} {len(graph):>3} nodes  {ratio}: {best.status} ({spent:.1f} s)")
                 continue
-            found = {
+            outcomes = {
                 name: simulate(
                     program, heuristic=name, budget=budget + graph.constant_bytes, limit=20
                 )
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
             }
             good = {
                 name: outcome.compute - 1
-                for name, outcome in found.items()
+                for name, outcome in outcomes.items()
                 if outcome.status == "ok"
             }
             below += sum(cost < best.bound - 1e-6 for cost in good.values())

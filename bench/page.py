@@ -32,7 +32,7 @@ LIMIT_MS, LIMIT_MIB = 300.0, 500.0
 FEATURES, CLASSES, REPEATS = 16, 10, 40
 
 
-def build(folder, rows, queries):
+def build_store(folder, rows, queries):
     """A store with captures, saved scores of all queries, an evaluation and decisions."""
     store = gk.open(folder, durability="process")
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def build(folder, rows, queries):
         store.decide(gk.store.Decision("train", row, "accept" if row % 2 else "relabel"))
 
 
-def screens(queries):
+def list_requests(queries):
     """What each screen asks, a list of addresses for each of its visits."""
     visit = np.random.default_rng(1).permutation(queries)[:REPEATS].tolist()
     return {
@@ -101,7 +101,7 @@ def screens(queries):
     }
 
 
-def ask(connection, path, times):
+def request_until_ready(connection, path, times):
     """Ask until there is an answer; every single request is timed."""
     until = time.monotonic() + 600
     while True:
@@ -112,37 +112,37 @@ def ask(connection, path, times):
         times.append(1000 * (time.perf_counter() - began))
         if response.status not in (200, 202):
             sys.exit(f"{path}: {response.status} {body[:500]!r}")
-        told = json.loads(body) if body[:1] == b"{" else {}
-        if response.status == 200 and not any(one["working"] for one in told.get("answers", ())):
+        answer = json.loads(body) if body[:1] == b"{" else {}
+        if response.status == 200 and not any(one["working"] for one in answer.get("answers", ())):
             return
         if time.monotonic() > until:
             sys.exit(f"{path} takes more than ten minutes")
         time.sleep(0.3)
 
 
-def resident(process):
+def describe_memory(process):
     """What the server takes now and took at most, its own and mapped from files."""
-    told = Path(f"/proc/{process}/status").read_text()
-    found = {name: int(size) // 1024 for name, size in re.findall(r"(\w+):\s+(\d+) kB", told)}
+    status = Path(f"/proc/{process}/status").read_text()
+    sizes = {name: int(size) // 1024 for name, size in re.findall(r"(\w+):\s+(\d+) kB", status)}
     parts = ("VmRSS", "VmHWM", "RssAnon", "RssFile")
-    return ", ".join(f"{part} {found[part]} MiB" for part in parts)
+    return ", ".join(f"{part} {sizes[part]} MiB" for part in parts)
 
 
-def peak_mib(process):
-    told = Path(f"/proc/{process}/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", told)[1]) / 1024
+def read_peak_mib(process):
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
 
 
 def main():
     reader = argparse.ArgumentParser(description=__doc__)
     reader.add_argument("--rows", type=int, default=100_000)
     reader.add_argument("--queries", type=int, default=1_000)
-    asked = reader.parse_args()
+    options = reader.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        build(folder, asked.rows, asked.queries)
+        build_store(folder, options.rows, options.queries)
         print(
-            f"{asked.rows} rows x {asked.queries} queries, made in {time.perf_counter() - began:.0f} s"
+            f"{options.rows} rows x {options.queries} queries, made in {time.perf_counter() - began:.0f} s"
         )
         line = [sys.executable, "-m", "gradkeep", "serve", folder, "--port", "0", "--no-open"]
         with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
@@ -151,21 +151,23 @@ def main():
                 time.sleep(8)  # a person opens the page; meanwhile torch is loaded
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 times = defaultdict(list)
-                for screen, visits in screens(asked.queries).items():
+                for screen, visits in list_requests(options.queries).items():
                     for visit in visits:
                         for path in visit:
-                            ask(connection, path, times[screen])
-                    print(f"{screen}: {resident(server.pid)}", file=sys.stderr)
-                memory = peak_mib(server.pid)
+                            request_until_ready(connection, path, times[screen])
+                    print(f"{screen}: {describe_memory(server.pid)}", file=sys.stderr)
+                memory = read_peak_mib(server.pid)
             finally:
                 server.send_signal(signal.SIGINT)
                 server.wait(20)
     missed = memory >= LIMIT_MIB
     print(f"{'screen':14}{'requests':>10}{'median ms':>12}{'95 % ms':>10}{'most ms':>10}")
-    for screen, found in times.items():
-        middle, high = np.percentile(found, (50, 95))
+    for screen, milliseconds in times.items():
+        middle, high = np.percentile(milliseconds, (50, 95))
         missed |= high > LIMIT_MS
-        print(f"{screen:14}{len(found):>10}{middle:>12.1f}{high:>10.1f}{max(found):>10.1f}")
+        print(
+            f"{screen:14}{len(milliseconds):>10}{middle:>12.1f}{high:>10.1f}{max(milliseconds):>10.1f}"
+        )
     everything = np.concatenate(list(times.values()))
     print(
         f"{'all':14}{len(everything):>10}{np.median(everything):>12.1f}{np.percentile(everything, 95):>10.1f}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import gradkeep as gk
-from bench._planned_models import SUBJECTS, subject
+from bench._planned_models import SUBJECTS, build_subject
 from gradkeep.errors import BudgetError
 from gradkeep.remat._tensors import exclude_mode_from_compiler
 from gradkeep.remat.planned._session import RecordingMode
@@ -36,7 +36,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Placement:
     """A placement of checkpoints: its peak, and its time over plain."""
 
     name: str
@@ -44,32 +44,32 @@ class Placed:
     ratio: float
 
 
-def cpu(run) -> float:
+def cpu_seconds(run) -> float:
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
-def paired(plain, other, rounds: int) -> float:
+def measure_paired_ratio(plain, other, rounds: int) -> float:
     """The median of other / plain, each pair run back to back."""
-    return statistics.median(second / first for first, second in pairs(plain, other, rounds))
+    return statistics.median(second / first for first, second in time_pairs(plain, other, rounds))
 
 
-def pairs(plain, other, rounds: int) -> list[tuple[float, float]]:
+def time_pairs(plain, other, rounds: int) -> list[tuple[float, float]]:
     plain(), other()
-    found = []
+    timings = []
     for turn in range(rounds):
         # Whoever comes second finds the caches as the other one left them.
         if turn % 2:
-            first = cpu(plain)
-            found.append((first, cpu(other)))
+            first = cpu_seconds(plain)
+            timings.append((first, cpu_seconds(other)))
         else:
-            second = cpu(other)
-            found.append((cpu(plain), second))
-    return found
+            second = cpu_seconds(other)
+            timings.append((cpu_seconds(plain), second))
+    return timings
 
 
-def per_saved(rounds: int) -> float:
+def measure_seconds_per_saved(rounds: int) -> float:
     """Seconds that hooks cost per saved tensor in a step that drops nothing: tiny operators only."""
     start = torch.nn.Parameter(torch.randn(8, 8))
 
@@ -88,10 +88,10 @@ def per_saved(rounds: int) -> float:
 
     for _ in range(4):
         within()
-    return statistics.median(b - a for a, b in pairs(step, within, rounds)) / CHAIN
+    return statistics.median(b - a for a, b in time_pairs(step, within, rounds)) / CHAIN
 
 
-def live_peak(step) -> int:
+def measure_live_peak(step) -> int:
     """Live bytes of a step, by a dispatch mode."""
     recording, watch = StepRecorder(cloning=False), exclude_mode_from_compiler(RecordingMode)()
     watch.start(recording)
@@ -103,7 +103,7 @@ def live_peak(step) -> int:
     return trace.peak
 
 
-def step_of(work):
+def make_step(work):
     def step():
         for parameter in work.model.parameters():
             parameter.grad = None
@@ -114,23 +114,23 @@ def step_of(work):
     return step
 
 
-def trained(work, state, around) -> list[torch.Tensor]:
+def train_steps(work, state, around) -> list[torch.Tensor]:
     """Losses, gradients, parameters, buffers and random state after a few steps of Adam."""
     work.model.load_state_dict(state)
     optimizer = torch.optim.Adam(work.model.parameters(), lr=1e-3)
     torch.manual_seed(1)
-    step = step_of(work)
-    found = []
+    step = make_step(work)
+    tensors = []
     for _ in range(STEPS):
-        found.append(around(step).clone())
-        found += [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
+        tensors.append(around(step).clone())
+        tensors += [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
         optimizer.step()
-    found += [value.clone() for value in work.model.state_dict().values()]
-    return [*found, torch.get_rng_state()]
+    tensors += [value.clone() for value in work.model.state_dict().values()]
+    return [*tensors, torch.get_rng_state()]
 
 
-def placements_of(work, step, rounds: int) -> list[Placed]:
-    found = []
+def measure_placements(work, step, rounds: int) -> list[Placement]:
+    placements = []
     for name, place in work.placements:
 
         def with_checkpoints(place=place):
@@ -141,17 +141,19 @@ def placements_of(work, step, rounds: int) -> list[Placed]:
                 undo()
 
         try:
-            peak = live_peak(with_checkpoints)
+            peak = measure_live_peak(with_checkpoints)
         except RuntimeError:
             continue  # a segment that begins with an in-place operator
-        found.append(Placed(name, peak, paired(step, with_checkpoints, rounds)))
-    return found
+        placements.append(
+            Placement(name, peak, measure_paired_ratio(step, with_checkpoints, rounds))
+        )
+    return placements
 
 
 def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
     """Print one model's rows; returns its ratios to checkpointing, and the bars that were missed."""
-    work = subject(name)
-    step = step_of(work)
+    work = build_subject(name)
+    step = make_step(work)
     step()
     state = copy.deepcopy(work.model.state_dict())
     base = gk.memory_budget(1.0, recordings=5)
@@ -166,18 +168,18 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
 
         return run
 
-    told = base.explain()
-    plain = trained(work, state, lambda one: one())
-    again = all(map(torch.equal, plain, trained(work, state, lambda one: one())))
+    baseline = base.explain()
+    plain = train_steps(work, state, lambda one: one())
+    is_repeatable = all(map(torch.equal, plain, train_steps(work, state, lambda one: one())))
     within(base)()
-    overhead = paired(step, within(base), rounds)
+    overhead = measure_paired_ratio(step, within(base), rounds)
     missed = [] if overhead <= NO_DROP else [f"{name}, no drop: x{overhead:.3f}, bar {NO_DROP}"]
     slots = len(base._planner.last.compiled.slots)
     print(
-        f"{name}: peak {told.peak / 1e6:.1f} MB, floor {told.floor / told.peak:.3f}, "
-        f"{told.candidates} candidates of {slots} saved tensors; no drop x{overhead:.3f}"
+        f"{name}: peak {baseline.peak / 1e6:.1f} MB, floor {baseline.floor / baseline.peak:.3f}, "
+        f"{baseline.candidates} candidates of {slots} saved tensors; no drop x{overhead:.3f}"
         f"{'' if overhead <= NO_DROP else f' (bar {NO_DROP} MISSED)'}"
-        f"{'' if again else '; plain training itself is not repeatable'}",
+        f"{'' if is_repeatable else '; plain training itself is not repeatable'}",
         flush=True,
     )
     rows = []
@@ -190,31 +192,33 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
             continue
         planning = time.process_time() - started
         run = within(budget)
-        same = all(map(torch.equal, plain, trained(work, state, run)))
-        time_ratio = paired(step, run, rounds)
+        same = all(map(torch.equal, plain, train_steps(work, state, run)))
+        time_ratio = measure_paired_ratio(step, run, rounds)
         done, plan = budget.report(), budget._planner.last
         peak = done.measured_peak
         bar = OWN_BARS.get((name, ratio), BARS[ratio])
         predicted = 1 + plan.compiled.evaluation.seconds / plan.compiled.trace.seconds
-        kept = peak <= done.budget and abs(peak / done.predicted_peak - 1) <= 0.01
+        within_budget = peak <= done.budget and abs(peak / done.predicted_peak - 1) <= 0.01
         missed += [f"{name} {ratio}: not bitwise equal"] * (not same)
-        missed += [f"{name} {ratio}: peak above the budget, or not as predicted"] * (not kept)
+        missed += [f"{name} {ratio}: peak above the budget, or not as predicted"] * (
+            not within_budget
+        )
         missed += [f"{name} {ratio}: x{time_ratio:.3f}, bar {bar}"] * (time_ratio > bar)
         rows.append((ratio, peak, time_ratio))
-        full = paired(within(sampled_twin(base, ratio)), run, rounds)
+        full = measure_paired_ratio(within(replan_sampled(base, ratio)), run, rounds)
         print(
-            f"  {ratio}: {'bitwise' if same else 'NOT EQUAL'}, peak {peak / told.peak:.4f} of plain "
-            f"(predicted {done.predicted_peak / told.peak:.4f}), time x{time_ratio:.3f} "
+            f"  {ratio}: {'bitwise' if same else 'NOT EQUAL'}, peak {peak / baseline.peak:.4f} of plain "
+            f"(predicted {done.predicted_peak / baseline.peak:.4f}), time x{time_ratio:.3f} "
             f"(predicted x{predicted:.3f}, bar {bar}{'' if time_ratio <= bar else ' MISSED'}), "
             f"comparing every byte x{full:.3f} of comparing samples, "
             f"planned in {planning:.1f} s",
             flush=True,
         )
     work.model.load_state_dict(state)
-    placed = placements_of(work, step, max(3, rounds // 2))
+    placed = measure_placements(work, step, max(3, rounds // 2))
     ratios = []
     for ratio, peak, time_ratio in rows:
-        fitting = [place for place in placed if place.peak <= peak + 0.01 * told.peak]
+        fitting = [place for place in placed if place.peak <= peak + 0.01 * baseline.peak]
         if not fitting:
             print(f"  {ratio}: no placement of checkpoints has so small a peak")
             continue
@@ -222,14 +226,14 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
         ratios.append(time_ratio / best.ratio)
         print(
             f"  {ratio}: {ratios[-1]:.3f} of the time of checkpoints ({best.name}, "
-            f"peak {best.peak / told.peak:.3f}, x{best.ratio:.3f})"
+            f"peak {best.peak / baseline.peak:.3f}, x{best.ratio:.3f})"
         )
         if ratios[-1] > 1:
             missed.append(f"{name} {ratio}: {ratios[-1]:.3f} of the time of checkpoints, bar 1.00")
     return ratios, missed
 
 
-def sampled_twin(base, ratio: float):
+def replan_sampled(base, ratio: float):
     """The same budget, with less compared of what is made again."""
     settings = dataclasses.replace(base._planner.settings, budget=ratio, check="sampled")
     return gk.remat.MemoryBudget(settings, planner=base._planner.replan(settings))
@@ -240,13 +244,13 @@ def main(arguments: list[str]) -> int:
     quick = "--quick" in arguments
     names = [name for name in arguments if not name.startswith("-")] or SUBJECTS
     ratios, missed = [], []
-    hooks = per_saved(9)
+    hooks = measure_seconds_per_saved(9)
     print(f"hooks: {hooks * 1e6:.1f} us per saved tensor that stays (bar {PER_SAVED * 1e6:.0f})")
     if hooks > PER_SAVED:
         missed.append(f"hooks: {hooks * 1e6:.1f} us per saved tensor, bar {PER_SAVED * 1e6:.0f}")
     for name in names:
-        found, wrong = measure(name, rounds=3 if quick else 7)
-        ratios += found
+        model_ratios, wrong = measure(name, rounds=3 if quick else 7)
+        ratios += model_ratios
         missed += wrong
     if ratios:
         mean = math.exp(statistics.fmean(map(math.log, ratios)))

@@ -57,9 +57,9 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             tempfile.tempdir = None
         took = time.process_time() - began
-        section = board.finished(section, took)
+        section = board.add_total_seconds(section, took)
         print(section, flush=True)
-        board.write([section], list(SETTINGS))
+        board.write_page([section], list(SETTINGS))
         missed |= section.missed
     return int(missed)
 

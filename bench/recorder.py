@@ -50,7 +50,7 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cpu(mode, step) -> float:
+def cpu_seconds(mode, step) -> float:
     with mode:
         start = time.process_time()
         step()
@@ -65,11 +65,11 @@ def measure(
     with Count() as count:
         work.step()
     empty, recorder = Empty(), record(folder / f"{name}.log")
-    cpu(empty, work.step), cpu(recorder, work.step)
+    cpu_seconds(empty, work.step), cpu_seconds(recorder, work.step)
     extra, times = [], []
     for _ in range(rounds):
-        plain = cpu(empty, work.step)
-        recorded = cpu(recorder, work.step)
+        plain = cpu_seconds(empty, work.step)
+        recorded = cpu_seconds(recorder, work.step)
         extra.append((recorded - plain) / count.calls * 1e6)
         times.append(recorded / plain)
     assert read_log(recorder.path).ops

@@ -25,19 +25,19 @@ OTHERS = ("dtr-local", "lru", "largest")
 ROUNDS = 7
 
 
-def default_log() -> Path:
-    found = sorted((DATA / "dtr_logs").glob("tv_densenet121*.log"))
-    return found[0] if found else ROOT / "tests" / "remat" / "data" / "cnn-alias.log"
+def find_default_log() -> Path:
+    logs = sorted((DATA / "dtr_logs").glob("tv_densenet121*.log"))
+    return logs[0] if logs else ROOT / "tests" / "remat" / "data" / "cnn-alias.log"
 
 
 def main(arguments: list[str]) -> int:
     only = arguments[:1] == ["simulator"]
-    missed = simulator(arguments[1:] if only else arguments)
+    missed = run_simulator(arguments[1:] if only else arguments)
     return missed if only else max(missed, planned.main([]), compiled.main([]))
 
 
-def simulator(arguments: list[str]) -> int:
-    log = Path(arguments[0]) if arguments else default_log()
+def run_simulator(arguments: list[str]) -> int:
+    log = Path(arguments[0]) if arguments else find_default_log()
     program = read_log(log)
     budget = int(unlimited_peak(program) * 0.5)
     print(f"{log.name}: {len(program.ops)} operators, half of the peak")
@@ -61,8 +61,8 @@ def simulator(arguments: list[str]) -> int:
         speed, base = statistics.median(ours), statistics.median(plain)
         bar = BARS.get(name)
         missed |= bar is not None and speed < bar
-        told = "" if bar is None else f"{bar:,}"
-        print(f"{name:<12}{speed:>12,.0f}{told:>9}   {base:>18,.0f}  {speed / base:>6.0f}x")
+        limit = "" if bar is None else f"{bar:,}"
+        print(f"{name:<12}{speed:>12,.0f}{limit:>9}   {base:>18,.0f}  {speed / base:>6.0f}x")
     return int(missed)
 
 

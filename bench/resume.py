@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 
 import gradkeep as gk
-from bench._passes import Work, cpu, ratio, works
+from bench._passes import Workload, build_workloads, cpu_seconds, measure_ratio
 
 BAR = 1.1  # losses / forward
 
 
-def kept(work: Work, folder: str | Path, keep: str | None = None) -> gk.Captured:
+def capture_workload(work: Workload, folder: str | Path, keep: str | None = None) -> gk.Captured:
     options = {"task": work.task, "split": "train", "keep": keep, "progress": False}
     return gk.capture(folder, work.net, work.loader, **options)
 
 
-def proof(work: Work, folder: str) -> float:
+def measure_proof(work: Workload, folder: str) -> float:
     """CPU seconds for making eight rows again and comparing them."""
     from gradkeep.capturing._resume import RecomputeCheck
 
@@ -35,11 +35,11 @@ def proof(work: Work, folder: str) -> float:
 
     def timed(self: RecomputeCheck, ids: object, batch: object) -> None:
         nonlocal spent
-        spent += cpu(lambda: plain(self, ids, batch))
+        spent += cpu_seconds(lambda: plain(self, ids, batch))
 
     RecomputeCheck.look = timed
     try:
-        kept(work, folder)
+        capture_workload(work, folder)
     finally:
         RecomputeCheck.look = plain
     return spent
@@ -52,17 +52,17 @@ def main() -> int:
     print(
         "model                 rows  read s  capture s  rerun s  rerun/read  rerun/capture  proof s"
     )
-    some = works(0.25 if quick else 1.0)
+    some = build_workloads(0.25 if quick else 1.0)
     for work in some:
         with tempfile.TemporaryDirectory() as folder:
-            once = functools.partial(kept, work, folder)
-            capturing = cpu(once)
-            read, rerun, times = ratio(work.read, once, rounds)
-            again = proof(work, folder)
+            once = functools.partial(capture_workload, work, folder)
+            capturing = cpu_seconds(once)
+            read, rerun, times = measure_ratio(work.read_loader, once, rounds)
+            proof_seconds = measure_proof(work, folder)
         rows = len(work.loader.dataset)
         print(
             f"{work.name:<20}{rows:>6}{read:>8.3f}{capturing:>11.2f}{rerun:>9.3f}{times:>12.1f}"
-            f"{rerun / capturing:>15.2f}{again:>9.3f}",
+            f"{rerun / capturing:>15.2f}{proof_seconds:>9.3f}",
             flush=True,
         )
     print("\nmodel                 rows  forward s  losses s  ratio  bytes/row")
@@ -70,11 +70,11 @@ def main() -> int:
     for work in some:
         taken = []
 
-        def losses(work: Work = work, taken: list[int] = taken) -> None:
+        def losses(work: Workload = work, taken: list[int] = taken) -> None:
             with tempfile.TemporaryDirectory() as folder:
-                taken.append(kept(work, folder, "losses").bytes)
+                taken.append(capture_workload(work, folder, "losses").bytes)
 
-        forward, capturing, times = ratio(work.forward, losses, rounds)
+        forward, capturing, times = measure_ratio(work.forward, losses, rounds)
         worst = max(worst, times)
         rows = len(work.loader.dataset)
         print(

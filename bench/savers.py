@@ -45,8 +45,8 @@ class Gaussian:
 
     def project(self, grads: Any, model_id: int) -> torch.Tensor:
         flat = torch.cat([part.flatten(1) for part in grads.values()], 1)
-        made = torch.Generator().manual_seed(model_id)
-        return flat @ torch.randn(self.grad_dim, K, generator=made)
+        generator = torch.Generator().manual_seed(model_id)
+        return flat @ torch.randn(self.grad_dim, K, generator=generator)
 
     def free_memory(self) -> None:
         pass
@@ -59,7 +59,7 @@ class Contender:
     name: str
     package: Any
     saver: Any
-    barred: bool = True
+    lossless: bool = True
     """Whether it must lose nothing: not what writes its documents in place, as traker's does."""
 
 
@@ -72,17 +72,17 @@ class Digits:
     states: tuple[dict[str, torch.Tensor], ...]
 
 
-def network() -> nn.Module:
+def build_network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
 
 
-def prepared() -> Digits:
+def prepare_digits() -> Digits:
     digits = load_digits()
     x, y = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
     states = []
     for seed in range(2):
         torch.manual_seed(seed)
-        model = network()
+        model = build_network()
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         for _ in range(60):
             optimizer.zero_grad()
@@ -92,8 +92,8 @@ def prepared() -> Digits:
     return Digits((x[:ROWS], y[:ROWS]), (x[-TARGETS:], y[-TARGETS:]), tuple(states))
 
 
-def traker(one: Contender, folder: Path) -> Any:
-    model = network()
+def build_traker(one: Contender, folder: Path) -> Any:
+    model = build_network()
     size = sum(parameter.numel() for parameter in model.parameters())
     return one.package.TRAKer(
         model=model,
@@ -110,16 +110,16 @@ def traker(one: Contender, folder: Path) -> Any:
     )
 
 
-def pipeline(
-    one: Contender, digits: Digits, folder: Path, told: Callable[[], None] = lambda: None
+def run_pipeline(
+    one: Contender, digits: Digits, folder: Path, on_batch: Callable[[], None] = lambda: None
 ) -> np.ndarray:
     """The whole script; `told` is called when a batch of training rows was taken."""
-    t = traker(one, folder)
+    t = build_traker(one, folder)
     for number, state in enumerate(digits.states):
         t.load_checkpoint(state, model_id=number)
         for x, y in trak_bench.batches(digits.train, BATCH):
             t.featurize((x, y), num_samples=len(y))
-            told()
+            on_batch()
     t.finalize_features()
     for number, state in enumerate(digits.states):
         t.start_scoring_checkpoint("test", state, number, num_targets=TARGETS)
@@ -128,51 +128,51 @@ def pipeline(
     return np.array(t.finalize_scores("test"))
 
 
-def killed(one: Contender, digits: Digits, folder: Path, after: float) -> int:
+def run_and_kill(one: Contender, digits: Digits, folder: Path, after: float) -> int:
     """Run in a process of its own that is killed after so many seconds; rows it acknowledged."""
-    heard, said = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(heard)
+        os.close(read_end)
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         try:
-            pipeline(one, digits, folder, lambda: os.write(said, b"."))
+            run_pipeline(one, digits, folder, lambda: os.write(write_end, b"."))
         finally:
             os._exit(0)
-    os.close(said)
+    os.close(write_end)
     time.sleep(after)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with os.fdopen(heard, "rb") as pipe:
+    with os.fdopen(read_end, "rb") as pipe:
         return BATCH * len(pipe.read())
 
 
-def rows_there(one: Contender, folder: Path) -> int:
+def count_rows(one: Contender, folder: Path) -> int:
     """Rows that are flagged, as a new process would see them."""
     if not folder.exists():
         return 0
-    saver = traker(one, folder).saver
-    found = 0
+    saver = build_traker(one, folder).saver
+    count = 0
     for number in list(saver.model_ids):
         saver.load_current_store(number)
-        found += int(np.asarray(saver.current_store["is_featurized"]).sum())
-    return found
+        count += int(np.asarray(saver.current_store["is_featurized"]).sum())
+    return count
 
 
-def resumed(one: Contender, digits: Digits, folder: Path, acknowledged: int) -> tuple[int, Any]:
+def resume(one: Contender, digits: Digits, folder: Path, acknowledged: int) -> tuple[int, Any]:
     """How many acknowledged rows are gone, or cannot be reached, and the scores of a next run."""
     try:
-        lost = max(0, acknowledged - rows_there(one, folder))
-        return lost, pipeline(one, digits, folder)
+        lost = max(0, acknowledged - count_rows(one, folder))
+        return lost, run_pipeline(one, digits, folder)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return acknowledged, f"{type(error).__name__} in {Path(frame.filename).name}: {error}"
 
 
-def contenders() -> list[Contender]:
-    theirs = trak_bench.released()
+def build_contenders() -> list[Contender]:
+    theirs = trak_bench.import_released()
     path = Path(__file__).resolve().parents[1] / "examples" / "trak" / "own_saver.py"
     spec = importlib.util.spec_from_file_location("own_saver", path)
     assert spec is not None
@@ -180,12 +180,12 @@ def contenders() -> list[Contender]:
     own = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(own)
     return [
-        Contender("traker, its own saver", theirs, None, barred=False),
+        Contender("traker, its own saver", theirs, None, lossless=False),
         Contender(
             "ours, traker's saver",
             ours,
             importlib.import_module("trak.savers").MmapSaver,
-            barred=False,
+            lossless=False,
         ),
         Contender("ours, a user's saver", ours, own.FolderSaver),
         Contender("ours, our saver", ours, None),
@@ -194,36 +194,36 @@ def contenders() -> list[Contender]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    digits, moments, failed = prepared(), random.Random(0), False
+    digits, moments, failed = prepare_digits(), random.Random(0), False
     truth: Any = None
     print(f"{ROWS} digits, {TARGETS} targets, 2 checkpoints, k = {K}; {KILLS} kills each")
     head = ("", "seconds", "least rank correlation", "top 10 alike", "rows lost", "scores differ")
     print("  {:<24}{:>9}{:>24}{:>14}{:>11}{:>15}".format(*head))
     with tempfile.TemporaryDirectory() as root:
-        for one in contenders():
+        for one in build_contenders():
             began = time.perf_counter()
-            scores = pipeline(one, digits, Path(root) / f"{one.name} whole")
+            scores = run_pipeline(one, digits, Path(root) / f"{one.name} whole")
             seconds = time.perf_counter() - began
             truth = scores if truth is None else truth
             ranks = min(spearmanr(scores[:, i], truth[:, i])[0] for i in range(TARGETS))
-            tops = [np.argsort(-found, 0)[:10] for found in (scores, truth)]
+            tops = [np.argsort(-values, 0)[:10] for values in (scores, truth)]
             alike = float((np.sort(tops[0], 0) == np.sort(tops[1], 0)).mean())
             lost = differ = 0
             for number in range(KILLS):
                 folder = Path(root) / f"{one.name} {number}"
-                acknowledged = killed(one, digits, folder, moments.uniform(0, seconds))
-                gone, again = resumed(one, digits, folder, acknowledged)
+                acknowledged = run_and_kill(one, digits, folder, moments.uniform(0, seconds))
+                gone, resumed_scores = resume(one, digits, folder, acknowledged)
                 lost += gone
-                same = not isinstance(again, str) and np.allclose(
-                    again, scores, rtol=0, atol=1e-5 * np.abs(scores).max()
+                same = not isinstance(resumed_scores, str) and np.allclose(
+                    resumed_scores, scores, rtol=0, atol=1e-5 * np.abs(scores).max()
                 )
                 differ += not same
-                if isinstance(again, str):
-                    print(f"    {again[:100]}")
+                if isinstance(resumed_scores, str):
+                    print(f"    {resumed_scores[:100]}")
             print(
                 f"  {one.name:<24}{seconds:>9.2f}{ranks:>24.6f}{alike:>14.1%}{lost:>11}{differ:>15}"
             )
-            failed |= ranks < RANKS or (one.barred and lost + differ > 0)
+            failed |= ranks < RANKS or (one.lossless and lost + differ > 0)
     print(f"bars: rank correlation {RANKS}; of the last two, nothing lost and the same scores")
     return int(failed)
 

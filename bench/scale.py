@@ -19,23 +19,25 @@ import gradkeep as gk
 from gradkeep.data import model
 
 BAR = 0.2
-FROM = 10_000
+FIRST_BARRED_ROWS = 10_000
 
 
-def rows_of(count: int) -> torch.utils.data.DataLoader:
+def build_loader(count: int) -> torch.utils.data.DataLoader:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(count, 64), torch.arange(count) % 10)
     return torch.utils.data.DataLoader(data, batch_size=256)
 
 
-def loading_seconds(loader: torch.utils.data.DataLoader) -> float:
+def measure_loading(loader: torch.utils.data.DataLoader) -> float:
     began = time.process_time()
     for _ in loader:
         pass
     return (time.process_time() - began) / len(loader.dataset)
 
 
-def captured(net: torch.nn.Module, loader: torch.utils.data.DataLoader, workers: int) -> float:
+def measure_capture(
+    net: torch.nn.Module, loader: torch.utils.data.DataLoader, workers: int
+) -> float:
     """Wall seconds of a capture by so many worker processes."""
     with tempfile.TemporaryDirectory() as place:
         began = time.perf_counter()
@@ -57,17 +59,17 @@ def main(arguments: list[str]) -> int:
     print("rows      workers  planned s  took s  planned/took")
     plan = None
     for count in sizes:
-        loader = rows_of(count)
+        loader = build_loader(count)
         plan = gk.plan(net, next(iter(loader)), task=gk.Classification(), rows=count)
-        load = loading_seconds(loader)
+        load = measure_loading(loader)
         for workers in (1, 2):
             far = plan.at_scale(rows=count, workers=workers, load_seconds=load)
-            took = captured(net, loader, workers)
+            took = measure_capture(net, loader, workers)
             ratio = far.seconds / took
-            apart = count >= FROM and abs(ratio - 1) > BAR
+            apart = count >= FIRST_BARRED_ROWS and abs(ratio - 1) > BAR
             missed |= apart
-            told = "  MISSES the bar of 20 %" if apart else ""
-            print(f"{count:<9,} {workers:<8} {far.seconds:9.1f} {took:7.1f} {ratio:9.2f}{told}")
+            verdict = "  MISSES the bar of 20 %" if apart else ""
+            print(f"{count:<9,} {workers:<8} {far.seconds:9.1f} {took:7.1f} {ratio:9.2f}{verdict}")
     assert plan is not None
     for place in ("local", "s3"):
         for workers in (1, 256):

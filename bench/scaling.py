@@ -64,7 +64,7 @@ CELLS = (
 )
 
 
-def rows_of(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ten blurred classes in 64 numbers, some labels wrong."""
     centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     draws = torch.Generator().manual_seed(seed)
@@ -75,13 +75,13 @@ def rows_of(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, labels
 
 
-def make(folder: Path, count: int) -> float:
+def build_store(folder: Path, count: int) -> float:
     """A store with both splits; CPU seconds of the captures."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
     )
-    x, y = rows_of(count, 1)
+    x, y = draw_rows(count, 1)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for step in range(600):
         some = torch.randint(count, (64,), generator=torch.Generator().manual_seed(step))
@@ -91,7 +91,7 @@ def make(folder: Path, count: int) -> float:
     net.eval()
     store = gk.open(folder, durability="process")
     started = time.process_time()
-    for split, data in (("train", (x, y)), ("test", rows_of(QUERIES, 2))):
+    for split, data in (("train", (x, y)), ("test", draw_rows(QUERIES, 2))):
         batches = list(zip(data[0].split(1024), data[1].split(1024), strict=True))
         gk.capture(
             store,
@@ -105,7 +105,7 @@ def make(folder: Path, count: int) -> float:
     return time.process_time() - started
 
 
-def one(folder: Path, name: str, out: Path) -> None:
+def measure_cell(folder: Path, name: str, out: Path) -> None:
     """Ask in this process, and print what it took."""
 
     cell = next(cell for cell in CELLS if cell.name == name)
@@ -114,7 +114,7 @@ def one(folder: Path, name: str, out: Path) -> None:
     before = _bytes("VmRSS")
     started, wall = time.process_time(), time.perf_counter()
     scores = gk.attribute(folder, method=cell.method, memory_budget=BUDGET, **cell.options)
-    found = {
+    figures = {
         "cpu": time.process_time() - started,
         "wall": time.perf_counter() - wall,
         "bytes": _bytes("VmHWM") - before,
@@ -122,7 +122,7 @@ def one(folder: Path, name: str, out: Path) -> None:
         "approximate": scores.approximate,
     }
     np.save(out, scores.numpy()[:20])
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 def _bytes(what: str) -> int:
@@ -131,7 +131,7 @@ def _bytes(what: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
 
 
-def apart(folder: Path, name: str, out: Path, limit: float) -> dict | str:
+def run_subprocess(folder: Path, name: str, out: Path, limit: float) -> dict | str:
     command = [sys.executable, "-m", "bench.scaling", "--one", name, "--folder", str(folder)]
     try:
         done = subprocess.run(
@@ -144,7 +144,7 @@ def apart(folder: Path, name: str, out: Path, limit: float) -> dict | str:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def seconds(known: dict[int, dict | str], size: int, power: float) -> float:
+def predict_seconds(known: dict[int, dict | str], size: int, power: float) -> float:
     """What a cell will take, judged by the last size; one that did not end there will not here."""
     if not known:
         return 0.0
@@ -153,9 +153,9 @@ def seconds(known: dict[int, dict | str], size: int, power: float) -> float:
     return cell["cpu"] * (size / last) ** power if isinstance(cell, dict) else float("inf")
 
 
-def agreement(one: Path, other: Path) -> tuple[float, float]:
-    found = column_correlations(np.load(one).T, np.load(other).T)
-    return float(found.mean()), float(found.min())
+def compute_agreement(one: Path, other: Path) -> tuple[float, float]:
+    correlations = column_correlations(np.load(one).T, np.load(other).T)
+    return float(correlations.mean()), float(correlations.min())
 
 
 def main() -> int:
@@ -167,32 +167,34 @@ def main() -> int:
     parser.add_argument("--one")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if given.one:
-        one(given.folder, given.one, given.out)
+    if options.one:
+        measure_cell(options.folder, options.one, options.out)
         return 0
-    sizes = tuple(given.sizes or (QUICK if given.quick else SIZES))
-    cells = [cell for cell in CELLS if not given.methods or cell.method in given.methods]
+    sizes = tuple(options.sizes or (QUICK if options.quick else SIZES))
+    cells = [cell for cell in CELLS if not options.methods or cell.method in options.methods]
     table: dict[str, dict[int, dict | str]] = {cell.name: {} for cell in cells}
     captured, left_out, missed = {}, [], []
     base = Path(tempfile.mkdtemp(prefix="gradkeep-scaling-"))
     try:
         for size in sizes:
             folder = base / str(size)
-            captured[size] = make(folder, size)
+            captured[size] = build_store(folder, size)
             for cell in cells:
-                guess = seconds(table[cell.name], size, SLOPES.get(cell.name, 1.1))
+                guess = predict_seconds(table[cell.name], size, SLOPES.get(cell.name, 1.1))
                 if size < LEAST.get(cell.name, 0):
                     left_out.append(f"{cell.name} of {size:,} rows (fewer than parameters)")
-                elif guess > given.limit:
+                elif guess > options.limit:
                     left_out.append(f"{cell.name} of {size:,} rows (about {guess:.0f} s)")
                 else:
                     out = base / f"{size} {cell.name}.npy"
-                    found = table[cell.name][size] = apart(folder, cell.name, out, given.limit)
-                    print(f"  {size:,} rows, {cell.name}: {told(found)}", file=sys.stderr)
-            missed += judge(base, size, table)
-        show(sizes, table, captured)
+                    figures = table[cell.name][size] = run_subprocess(
+                        folder, cell.name, out, options.limit
+                    )
+                    print(f"  {size:,} rows, {cell.name}: {format_cell(figures)}", file=sys.stderr)
+            missed += compare_solvers(base, size, table)
+        print_table(sizes, table, captured)
     finally:
         shutil.rmtree(base)
     if left_out:
@@ -202,18 +204,18 @@ def main() -> int:
     return int(bool(missed))
 
 
-def judge(base: Path, size: int, table: dict[str, dict[int, dict | str]]) -> list[str]:
+def compare_solvers(base: Path, size: int, table: dict[str, dict[int, dict | str]]) -> list[str]:
     """Compare the ways to solve the kernel, and say what is not as it must be."""
     missed = []
-    found = table.get("kernel", {}).get(size)
-    if isinstance(found, dict):
-        print(f"{size:,} rows: kernel by {found['solved']}")
-        if size <= NEEDED and found["bytes"] > BUDGET:
-            missed.append(f"kernel of {size:,} rows took {found['bytes'] >> 20} MiB")
+    kernel = table.get("kernel", {}).get(size)
+    if isinstance(kernel, dict):
+        print(f"{size:,} rows: kernel by {kernel['solved']}")
+        if size <= NEEDED and kernel["bytes"] > BUDGET:
+            missed.append(f"kernel of {size:,} rows took {kernel['bytes'] >> 20} MiB")
     for name in ("kernel, cholesky", "kernel, parameters", "kernel, cg", "kernel, dim=2048"):
-        if not isinstance(found, dict) or not isinstance(table[name].get(size), dict):
+        if not isinstance(kernel, dict) or not isinstance(table[name].get(size), dict):
             continue
-        mean, least = agreement(base / f"{size} {name}.npy", base / f"{size} kernel.npy")
+        mean, least = compute_agreement(base / f"{size} {name}.npy", base / f"{size} kernel.npy")
         cell = table[name][size]
         assert isinstance(cell, dict)
         print(
@@ -225,12 +227,12 @@ def judge(base: Path, size: int, table: dict[str, dict[int, dict | str]]) -> lis
     return missed
 
 
-def told(cell: dict | str) -> str:
+def format_cell(cell: dict | str) -> str:
     """CPU seconds and MiB of a cell, or why there are none."""
     return cell if isinstance(cell, str) else f"{cell['cpu']:.2f} / {cell['bytes'] / 2**20:.0f}"
 
 
-def show(
+def print_table(
     sizes: tuple[int, ...], table: dict[str, dict[int, dict | str]], captured: dict[int, float]
 ) -> None:
     print(
@@ -244,7 +246,7 @@ def show(
         parts = []
         for size in sizes:
             cell = cells.get(size)
-            parts.append("-" if cell is None else told(cell))
+            parts.append("-" if cell is None else format_cell(cell))
         print(f"| `{name}` | " + " | ".join(parts) + " |")
 
 

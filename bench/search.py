@@ -38,7 +38,7 @@ BLOCKS = (256, 512, 1024, 2048, 4096)
 BAR, MEMORY = 1.5, 1 << 30
 
 
-def size_of(group: int) -> int:
+def count_coordinates(group: int) -> int:
     """Coordinates of a row."""
     return BYTES * (group or 8)
 
@@ -49,7 +49,7 @@ def bits_schema(bits: int, count: int, group: int) -> Any:
     from gradkeep.factors._bits import Bits
     from gradkeep.factors._form import Parameter, form_to_fields
 
-    size, packed = size_of(group), bits == 1
+    size, packed = count_coordinates(group), bits == 1
     form = Bits(
         (Parameter("w", (size,)),),
         "layer.bits",
@@ -72,7 +72,7 @@ def bits_schema(bits: int, count: int, group: int) -> Any:
     )
 
 
-def make(folder: Path, rows: int, group: int) -> None:
+def build_files(folder: Path, rows: int, group: int) -> None:
     """A store of `rows` random rows and some queries, and the same as plain files."""
     import torch
 
@@ -94,25 +94,25 @@ def make(folder: Path, rows: int, group: int) -> None:
             writer.append(np.arange(start, stop), values)
     np.save(folder / "scales.npy", scales)
     queries = torch.randn(
-        QUERIES, size_of(group), generator=torch.Generator().manual_seed(1)
+        QUERIES, count_coordinates(group), generator=torch.Generator().manual_seed(1)
     ).numpy()
     with store.write(gs.CaptureKey("final", "test"), bits_schema(32, QUERIES, group)) as writer:
         writer.append(np.arange(QUERIES), {"layer.bits": queries})
     np.save(folder / "queries.npy", queries)
 
 
-def ours(folder: Path, budget: int) -> np.ndarray:
+def search_with_gradkeep(folder: Path, budget: int) -> np.ndarray:
     import gradkeep as gk
 
     train, test = (gk.gradients(folder / "store", split=split) for split in ("train", "test"))
     return gk.query.top(test, train, TOP, memory_budget=budget).ids.numpy()
 
 
-def by_numpy(folder: Path, block: int, group: int, rows: int | None = None) -> np.ndarray:
+def search_with_numpy(folder: Path, block: int, group: int, rows: int | None = None) -> np.ndarray:
     """Ids `[Q, k]` of the largest, falling; equal ones in the order of rows."""
     queries, scales = np.load(folder / "queries.npy"), np.load(folder / "scales.npy")
     codes = np.memmap(folder / "codes", np.uint8, "r").reshape(-1, BYTES)[:rows]
-    products = look_ups(queries, group) if group else unpacked_products(queries, block)
+    products = lookup_products(queries, group) if group else unpacked_products(queries, block)
     best = np.full((QUERIES, TOP), -np.inf, np.float32)
     ids = np.zeros((QUERIES, TOP), np.int64)
     for start in range(0, len(codes), block):
@@ -139,34 +139,38 @@ def unpacked_products(queries: np.ndarray, block: int) -> Callable[[np.ndarray],
     return products
 
 
-def look_ups(queries: np.ndarray, group: int) -> Callable[[np.ndarray], np.ndarray]:
+def lookup_products(queries: np.ndarray, group: int) -> Callable[[np.ndarray], np.ndarray]:
     by_group = queries.reshape(QUERIES, BYTES, group).transpose(1, 2, 0)
     tables = np.zeros((BYTES, 2, 128, QUERIES), np.float32)
     tables[:, 0, :group], tables[:, 1, :group] = by_group, -by_group
     tables = tables.reshape(BYTES, 256, QUERIES)
 
     def products(part: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(part), QUERIES), np.float32)
-        taken = np.empty_like(found)
+        scores = np.zeros((len(part), QUERIES), np.float32)
+        taken = np.empty_like(scores)
         for table, places in zip(tables, np.ascontiguousarray(part.T), strict=True):
-            found += np.take(table, places, 0, out=taken, mode="clip")
-        return found.T
+            scores += np.take(table, places, 0, out=taken, mode="clip")
+        return scores.T
 
     return products
 
 
-def one(what: str, folder: Path, block: int, group: int) -> None:
+def measure_search(what: str, folder: Path, block: int, group: int) -> None:
     """Run in a process of its own, and print what it took."""
     if what == "ours":
         pass  # what takes as long for any question is not the question's
     start, wall = time.process_time(), time.perf_counter()
-    found = ours(folder, MEMORY // 2) if what == "ours" else by_numpy(folder, block, group)
+    ids = (
+        search_with_gradkeep(folder, MEMORY // 2)
+        if what == "ours"
+        else search_with_numpy(folder, block, group)
+    )
     cpu, wall = time.process_time() - start, time.perf_counter() - wall
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"cpu": cpu, "wall": wall, "peak": peak, "ids": found.tolist()}))
+    print(json.dumps({"cpu": cpu, "wall": wall, "peak": peak, "ids": ids.tolist()}))
 
 
-def apart(what: str, folder: Path, block: int, group: int, *, cold: bool = False) -> dict:
+def run_subprocess(what: str, folder: Path, block: int, group: int, *, cold: bool = False) -> dict:
     if cold:
         drop_pages(folder)
     command = [sys.executable, "-m", "bench.search", "--one", what, "--folder", str(folder)]
@@ -183,12 +187,12 @@ def drop_pages(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def fastest_block(folder: Path, rows: int, group: int) -> int:
+def find_fastest_block(folder: Path, rows: int, group: int) -> int:
     taken = {}
     for block in BLOCKS:
-        by_numpy(folder, block, group, block)
+        search_with_numpy(folder, block, group, block)
         start = time.process_time()
-        by_numpy(folder, block, group, min(rows, 16_384))
+        search_with_numpy(folder, block, group, min(rows, 16_384))
         taken[block] = time.process_time() - start
     return min(taken, key=taken.__getitem__)
 
@@ -204,40 +208,45 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--one")
     parser.add_argument("--block", type=int, default=BLOCKS[0])
-    given = parser.parse_args()
-    if given.codes == "compare":
-        return _search_codes.compare(given.rows, given.folder, given.kind, given.threads)
-    if given.codes:
-        _search_codes.one(given.codes, given.folder)
+    options = parser.parse_args()
+    if options.codes == "compare":
+        return _search_codes.measure_codes(
+            options.rows, options.folder, options.kind, options.threads
+        )
+    if options.codes:
+        _search_codes.measure_part(options.codes, options.folder)
         return 0
-    if given.one:
-        one(given.one, given.folder, given.block, given.group)
+    if options.one:
+        measure_search(options.one, options.folder, options.block, options.group)
         return 0
-    folder = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=given.folder))
+    folder = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=options.folder))
     try:
-        make(folder, given.rows, given.group)
-        block = fastest_block(folder, given.rows, given.group)
+        build_files(folder, options.rows, options.group)
+        block = find_fastest_block(folder, options.rows, options.group)
         pairs = [
-            tuple(apart(what, folder, block, given.group) for what in ("ours", "numpy"))
-            for _ in range(given.rounds)
+            tuple(run_subprocess(what, folder, block, options.group) for what in ("ours", "numpy"))
+            for _ in range(options.rounds)
         ]
         cold = [
-            tuple(apart(what, folder, block, given.group, cold=True) for what in ("ours", "numpy"))
-            for _ in range(given.rounds)
+            tuple(
+                run_subprocess(what, folder, block, options.group, cold=True)
+                for what in ("ours", "numpy")
+            )
+            for _ in range(options.rounds)
         ]
         same = all(mine["ids"] == theirs["ids"] for mine, theirs in (*pairs, *cold))
         mine, theirs = (statistics.median(pair[at]["cpu"] for pair in pairs) for at in (0, 1))
         peak = max(pair[0]["peak"] for pair in (*pairs, *cold))
-        told = f"{given.rows} rows of {BYTES} B ({size_of(given.group)} coordinates), {QUERIES} queries"
-        print(f"{told}, top {TOP}; numpy by {block} rows")
+        label = f"{options.rows} rows of {BYTES} B ({count_coordinates(options.group)} coordinates), {QUERIES} queries"
+        print(f"{label}, top {TOP}; numpy by {block} rows")
         met = "met" if mine / theirs <= BAR else "MISSED"
         print(
             f"CPU time by numpy's: {mine / theirs:.2f} (at most {BAR}: {met}); {mine:.1f} s, {theirs:.1f} s"
         )
-        for told in ("cpu", "wall"):
-            ones = [statistics.median(pair[at][told] for pair in cold) for at in (0, 1)]
+        for clock in ("cpu", "wall"):
+            ones = [statistics.median(pair[at][clock] for pair in cold) for at in (0, 1)]
             print(
-                f"cold, {told} time by numpy's: {ones[0] / ones[1]:.2f}; {ones[0]:.1f} s, {ones[1]:.1f} s"
+                f"cold, {clock} time by numpy's: {ones[0] / ones[1]:.2f}; {ones[0]:.1f} s, {ones[1]:.1f} s"
             )
         met = "met" if peak <= MEMORY else "MISSED"
         print(f"peak memory: {peak / 2**20:.0f} MiB (at most {MEMORY >> 20}: {met})")

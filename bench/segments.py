@@ -37,7 +37,7 @@ print(json.dumps([time.perf_counter() - start, 1024 * peak, code]))
 """
 
 
-def make(folder: Path, segments: int) -> None:
+def build_store(folder: Path, segments: int) -> None:
     import gradkeep as gk
     import gradkeep.store as gs
 
@@ -67,19 +67,22 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--segments", type=int, default=100_000)
     parser.add_argument("--sample", type=int, default=1000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="gradkeep-segments-"))
     missed = False
     try:
         started = time.perf_counter()
-        make(folder / "store", given.segments)
-        print(f"{given.segments:,} segments made in {time.perf_counter() - started:.0f} s")
+        build_store(folder / "store", options.segments)
+        print(f"{options.segments:,} segments made in {time.perf_counter() - started:.0f} s")
         store = str(folder / "store")
         for name, arguments in (
             ("info", ["info", store]),
             ("sql, the first time", ["sql", store, QUESTION]),
             ("sql again", ["sql", store, QUESTION]),
-            (f"verify --sample {given.sample}", ["verify", store, "--sample", str(given.sample)]),
+            (
+                f"verify --sample {options.sample}",
+                ["verify", store, "--sample", str(options.sample)],
+            ),
         ):
             done = subprocess.run(
                 [sys.executable, "-c", _MEASURED, *arguments], capture_output=True, text=True
@@ -91,9 +94,9 @@ def main() -> int:
             wall, peak, code = json.loads(done.stdout.splitlines()[-1])
             met = wall <= SECONDS and peak <= MEMORY and code == 0
             missed |= not met
-            told = "" if met else f" MISSED (code {code})"
+            verdict = "" if met else f" MISSED (code {code})"
             print(
-                f"{name}: {wall:.1f} s, {peak >> 20} MiB (at most {SECONDS:.0f} s, {MEMORY >> 20} MiB){told}"
+                f"{name}: {wall:.1f} s, {peak >> 20} MiB (at most {SECONDS:.0f} s, {MEMORY >> 20} MiB){verdict}"
             )
     finally:
         shutil.rmtree(folder)

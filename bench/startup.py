@@ -25,27 +25,27 @@ MORE, TOP = 0.5, 1.5
 ROUNDS = 5
 
 
-def process_seconds(command: list[str], cache: Path) -> float:
-    found = []
+def measure_process(command: list[str], cache: Path) -> float:
+    seconds = []
     env = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
     for _ in range(ROUNDS):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    return min(found)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return min(seconds)
 
 
-def least(work: Callable[[], object]) -> float:
-    found = []
+def measure_least(work: Callable[[], object]) -> float:
+    seconds = []
     for _ in range(ROUNDS):
         started = time.process_time()
         work()
-        found.append(time.process_time() - started)
-    return min(found)
+        seconds.append(time.process_time() - started)
+    return min(seconds)
 
 
-def captured(folder: str, rows: int, queries: int, width: int) -> gk.Store:
+def capture_random_rows(folder: str, rows: int, queries: int, width: int) -> gk.Store:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 10))
     store = gk.open(folder, durability="process")
@@ -59,22 +59,24 @@ def main() -> int:
     torch.set_num_threads(1)
     missed = False
     with tempfile.TemporaryDirectory() as folder:
-        captured(f"{folder}/small", 200, 5, 16)
+        capture_random_rows(f"{folder}/small", 200, 5, 16)
         cache, python = Path(folder) / "cache", sys.executable
-        alone = process_seconds([python, "-c", "import torch"], cache)
+        alone = measure_process([python, "-c", "import torch"], cache)
         print(f"import torch: {alone:.2f} s")
         for name, more in (("methods", []), ("why", [f"{folder}/small", "1"])):
-            spent = process_seconds([python, "-m", "gradkeep", name, *more], cache)
+            spent = measure_process([python, "-m", "gradkeep", name, *more], cache)
             print(f"gradkeep {name}: {spent:.2f} s, {spent - alone:+.2f} s (at most +{MORE})")
             missed |= spent - alone > MORE
         for rows, queries, width in ((2000, 100, 64), (20_000, 300, 256), (50_000, 10, 64)):
-            store = captured(f"{folder}/{rows}", rows, queries, width)
+            store = capture_random_rows(f"{folder}/{rows}", rows, queries, width)
             train, test = (gk.gradients(store, split=split) for split in ("train", "test"))
             gk.query.top(test, train, 10)
-            ours = least(lambda: gk.query.top(test, train, 10))  # noqa: B023
-            theirs = least(lambda: gk.query.dot(test, train).values.topk(10, dim=1))  # noqa: B023
-            told = f"top 10 of {queries} queries among {rows:,} rows"
-            print(f"{told}: {ours / theirs:.2f} of dot + topk (at most {TOP}); {1e3 * ours:.0f} ms")
+            ours = measure_least(lambda: gk.query.top(test, train, 10))  # noqa: B023
+            theirs = measure_least(lambda: gk.query.dot(test, train).values.topk(10, dim=1))  # noqa: B023
+            label = f"top 10 of {queries} queries among {rows:,} rows"
+            print(
+                f"{label}: {ours / theirs:.2f} of dot + topk (at most {TOP}); {1e3 * ours:.0f} ms"
+            )
             missed |= ours / theirs > TOP
     return int(missed)
 

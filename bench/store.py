@@ -33,7 +33,7 @@ KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 @dataclass(frozen=True)
 class Line:
     what: str
-    ratio: float
+    measure_ratio: float
     bar: float
     note: str = ""
 
@@ -44,22 +44,22 @@ class Line:
         return f"{self.what:<44}{self.ratio:>9.4g}   <= {self.bar:<6g} {verdict} {self.note}"
 
 
-def ratio(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> float:
+def measure_ratio(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> float:
     """Our CPU time by the peer's: medians over rounds of one of each in turn."""
-    return by_median([(cpu(ours), cpu(peer)) for _ in range(rounds)])
+    return median_ratio([(cpu_seconds(ours), cpu_seconds(peer)) for _ in range(rounds)])
 
 
-def by_median(pairs: list[tuple[float, float]]) -> float:
+def median_ratio(pairs: list[tuple[float, float]]) -> float:
     return statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
 
 
-def cpu(work: Callable[[], object]) -> float:
+def cpu_seconds(work: Callable[[], object]) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
-def touch(values: np.ndarray) -> int:
+def sum_words(values: np.ndarray) -> int:
     return int(values.reshape(-1).view(np.uint64).sum())
 
 
@@ -82,13 +82,13 @@ def segment_rows(rng: np.random.Generator, index: int) -> tuple[np.ndarray, dict
     return np.arange(index * ROWS, (index + 1) * ROWS), {"fc.prefix": values}
 
 
-def streams(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
+def measure_streams(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
     unchecked = gk.open(store.location, verify=False)
 
     def ours(source: gk.Store) -> int:
         _segment._verified.clear()
         block = source.read(KEY)
-        return sum(touch(batch["fc.prefix"]) for batch in block.stream(["fc.prefix"])) % WORD
+        return sum(sum_words(batch["fc.prefix"]) for batch in block.stream(["fc.prefix"])) % WORD
 
     def bare() -> int:
         total = 0
@@ -98,7 +98,7 @@ def streams(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
                 start = 8 + int.from_bytes(mapped[:8], "little")
                 size = ROWS * WIDTH * 2
                 # The large array is last but for smaller item sizes, of which there are none.
-                total += touch(np.frombuffer(mapped, np.uint8, size, len(mapped) - size))
+                total += sum_words(np.frombuffer(mapped, np.uint8, size, len(mapped) - size))
                 assert start % 4096 == 0
         return total % WORD
 
@@ -106,14 +106,18 @@ def streams(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
     return [
         Line(
             "stream, unverified / bare mmap + touch",
-            ratio(lambda: ours(unchecked), bare, rounds),
+            measure_ratio(lambda: ours(unchecked), bare, rounds),
             1.15,
         ),
-        Line("stream, verified / bare mmap + touch", ratio(lambda: ours(store), bare, rounds), 1.8),
+        Line(
+            "stream, verified / bare mmap + touch",
+            measure_ratio(lambda: ours(store), bare, rounds),
+            1.8,
+        ),
     ]
 
 
-def writes(root: Path, segments: int, rounds: int) -> list[Line]:
+def measure_writes(root: Path, segments: int, rounds: int) -> list[Line]:
     rng = np.random.default_rng(1)
     batches = [segment_rows(rng, index) for index in range(segments)]
     lines = []
@@ -142,28 +146,28 @@ def writes(root: Path, segments: int, rounds: int) -> list[Line]:
 
         def swept(work: Callable[[], None], name: str) -> tuple[float, float]:
             start = time.perf_counter()
-            spent = cpu(work)
+            spent = cpu_seconds(work)
             wall = time.perf_counter() - start
             shutil.rmtree(root / name)
             return spent, wall
 
         pairs = [(swept(ours, "written"), swept(bare, "raw")) for _ in range(rounds)]
-        found = by_median([(mine[0], theirs[0]) for mine, theirs in pairs])
+        cpu_ratio = median_ratio([(mine[0], theirs[0]) for mine, theirs in pairs])
         whole = step == ROWS
         what = (
             f"write, {durability} / raw write + xxh3" if whole else "the same, 256 rows at a time"
         )
         note = "" if whole else "(rows are copied once, so that the caller may go on; no bar)"
         bar = 1.3 if whole else math.inf
-        lines.append(Line(what, found, bar, note))
+        lines.append(Line(what, cpu_ratio, bar, note))
         if durability == "full":
             # Here the disk is what takes the time, so what a user waits for counts too.
-            waited = by_median([(mine[1], theirs[1]) for mine, theirs in pairs])
+            waited = median_ratio([(mine[1], theirs[1]) for mine, theirs in pairs])
             lines.append(Line("the same, wall", waited, 1.3))
     return lines
 
 
-def gathers(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
+def measure_gathers(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
     rng = np.random.default_rng(2)
     size = WIDTH * 2
     handles = [(os.open(path, os.O_RDONLY), path.stat().st_size - ROWS * size) for path in files]
@@ -187,19 +191,21 @@ def gathers(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
         for ids in draws:
             block.read(ids, ["fc.prefix"])
 
-    lines = [Line("256 random rows, verified / raw pread loop", ratio(ours, bare, rounds), 3.0)]
+    lines = [
+        Line("256 random rows, verified / raw pread loop", measure_ratio(ours, bare, rounds), 3.0)
+    ]
     for fd, _ in handles:
         os.close(fd)
     return lines
 
 
-def size_line(store: gk.Store) -> Line:
+def measure_size(store: gk.Store) -> Line:
     manifest = store.read(KEY).manifest
     payload = manifest.rows * (WIDTH * 2 + 8)
     return Line("bytes on disk / payload", manifest.bytes / payload, 1.002)
 
 
-def mask_line() -> Line:
+def measure_mask() -> Line:
     rows, width = 1024, 50_000
     store = gk.open(Memory())
     array = gk.store.Array("mask", "bool", (width,), "mask", "bits")
@@ -210,7 +216,7 @@ def mask_line() -> Line:
     return Line("mask bytes / (n / 8)", store.read(KEY).manifest.bytes / (rows * width / 8), 1.01)
 
 
-def commit_line(root: Path, rounds: int) -> Line:
+def measure_commits(root: Path, rounds: int) -> Line:
     """The wall time of one durable 16 KB row against a bare durable file of the same size."""
     store = gk.open(root / "commits")
     count = 50
@@ -220,7 +226,7 @@ def commit_line(root: Path, rounds: int) -> Line:
     value = np.ones(4096, np.float32)
     folder = root / "bare"
     folder.mkdir()
-    found = []
+    ratios = []
     rows.put(0, {"out": value})
     for turn in range(rounds):
         start = time.perf_counter()
@@ -232,11 +238,11 @@ def commit_line(root: Path, rounds: int) -> Line:
             os.write(fd, value)
             os.fsync(fd)
             os.close(fd)
-        found.append((middle - start) / (time.perf_counter() - middle))
-    return Line("16 KB row, full, wall / bare write + fsync", statistics.median(found), 3.0)
+        ratios.append((middle - start) / (time.perf_counter() - middle))
+    return Line("16 KB row, full, wall / bare write + fsync", statistics.median(ratios), 3.0)
 
 
-def scan_line(root: Path, segments: int) -> Line:
+def measure_scan(root: Path, segments: int) -> Line:
     store = gk.open(root / "many", durability="process")
     one = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=1)
     per_block = 1000
@@ -250,7 +256,7 @@ def scan_line(root: Path, segments: int) -> Line:
         else:
             writer.flush()
             writer.close()
-    spent = cpu(store.info)
+    spent = cpu_seconds(store.info)
     bar = 10.0 * segments / 100_000
     return Line(f"scan of {segments:,} segments, CPU s", spent, bar, "(half sealed, half open)")
 
@@ -262,9 +268,12 @@ def main(arguments: list[str]) -> int:
     try:
         store = fill_store(root, segments)
         files = sorted((root / "store" / KEY.folder / "seg").iterdir())
-        lines = [*streams(store, files, rounds), *writes(root, segments, min(rounds, 7))]
-        lines += [*gathers(store, files, rounds), size_line(store), mask_line()]
-        lines += [commit_line(root, rounds), scan_line(root, 2_000 if quick else 100_000)]
+        lines = [
+            *measure_streams(store, files, rounds),
+            *measure_writes(root, segments, min(rounds, 7)),
+        ]
+        lines += [*measure_gathers(store, files, rounds), measure_size(store), measure_mask()]
+        lines += [measure_commits(root, rounds), measure_scan(root, 2_000 if quick else 100_000)]
     finally:
         shutil.rmtree(root, ignore_errors=True)
     for line in lines:

@@ -74,9 +74,9 @@ def is_number(value: Any) -> bool:
     )
 
 
-def around(function: Callable[..., Any], sample: Any, *, in_place: bool = False) -> Any:
+def build_step(function: Callable[..., Any], sample: Any, *, in_place: bool = False) -> Any:
     """A step with a function in the middle: its inputs are made from leaves, its results go on."""
-    given = (sample.input, sample.args, sample.kwargs)
+    values = (sample.input, sample.args, sample.kwargs)
     leaves: list[torch.Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -85,23 +85,23 @@ def around(function: Callable[..., Any], sample: Any, *, in_place: bool = False)
             return _Leaf(len(leaves) - 1)
         return value.detach() if isinstance(value, torch.Tensor) else value
 
-    form = tree_map(leaf, given)
+    form = tree_map(leaf, values)
     ones = [torch.ones_like(one, requires_grad=True) for one in leaves]
 
     def step(number: int) -> torch.Tensor:
         factor = 1.0 + 2.0 ** -(number % 3 + 6)
 
-        def made(value: Any) -> Any:
+        def build_input(value: Any) -> Any:
             if not isinstance(value, _Leaf):
                 return value
             # By a factor that changes from step to step and is a tensor, as data is.
             data = torch.full_like(ones[value.number], factor).detach()
             return (leaves[value.number] * ones[value.number]) * data
 
-        first, args, kwargs = tree_map(made, form, is_leaf=lambda v: isinstance(v, _Leaf))
+        first, args, kwargs = tree_map(build_input, form, is_leaf=lambda v: isinstance(v, _Leaf))
         torch.manual_seed(number)
         out = function(first, *args, **kwargs)
-        return total(out)
+        return reduce_to_loss(out)
 
     return [*leaves, *ones], step
 
@@ -111,9 +111,9 @@ class _Leaf:
     number: int
 
 
-def total(out: Any) -> torch.Tensor:
+def reduce_to_loss(out: Any) -> torch.Tensor:
     """A number that depends on every differentiable result, with saved tensors on the way."""
-    found = torch.zeros(())
+    loss = torch.zeros(())
     for value in tree_leaves(out):
         if not is_number(value) or not value.requires_grad:
             continue
@@ -121,12 +121,12 @@ def total(out: Any) -> torch.Tensor:
             value = value.to_dense()
         for _ in range(4):
             value = torch.sin(value) * value
-        found = (
-            found + torch.view_as_real(value.resolve_conj()).float().square().sum()
+        loss = (
+            loss + torch.view_as_real(value.resolve_conj()).float().square().sum()
             if (value.is_complex())
-            else found + value.float().square().sum()
+            else loss + value.float().square().sum()
         )
-    return found
+    return loss
 
 
 def function_subjects(names: set[str]) -> Iterator[Subject]:
@@ -153,10 +153,12 @@ def _sampled(info: Any, label: str, dtype: torch.dtype) -> Iterator[Subject]:
     chosen = {id(s): s for s in (*samples[:1], *sorted(samples, key=_elements)[-1:])}
     for at, sample in enumerate(chosen.values()):
         kind = "c" if dtype.is_complex else "f"
-        yield Subject(f"{label} {kind}{at}", lambda s=sample: around(info.op, s))
+        yield Subject(f"{label} {kind}{at}", lambda s=sample: build_step(info.op, s))
         variant = info.inplace_variant
         if variant is not None and at == 0:
-            yield Subject(f"{label} {kind}{at} in place", lambda s=sample, f=variant: around(f, s))
+            yield Subject(
+                f"{label} {kind}{at} in place", lambda s=sample, f=variant: build_step(f, s)
+            )
 
 
 def _elements(sample: Any) -> int:
@@ -189,7 +191,7 @@ def _module_step(info: Any, sample: Any) -> Any:
     module.train()
     forward = copy.deepcopy(sample.forward_input)
     example = _Sample((), forward.args, forward.kwargs)
-    leaves, step = around(lambda _, *args, **kwargs: module(*args, **kwargs), example)
+    leaves, step = build_step(lambda _, *args, **kwargs: module(*args, **kwargs), example)
     return [*leaves, *module.parameters(), *module.buffers()], step
 
 
@@ -207,7 +209,7 @@ def train(subject: Subject, budget: Any) -> Numbers:
     """Losses, gradients and buffers of each step."""
     torch.manual_seed(0)
     tensors, step = subject.make()
-    found: Numbers = []
+    history: Numbers = []
     with budget if budget is not None else contextlib.nullcontext():
         for number in range(STEPS):
             for tensor in tensors:
@@ -221,18 +223,18 @@ def train(subject: Subject, budget: Any) -> Numbers:
                     None if tensor.grad is None else tensor.grad.detach().clone(),
                     tensor.detach().clone(),
                 ]
-            found.append(tuple(seen))
+            history.append(tuple(seen))
             del loss
             with torch.no_grad():
                 for tensor in tensors:
                     if tensor.grad is not None and tensor.grad.layout == torch.strided:
                         tensor.mul_(1 - 2.0**-9)
-    return found
+    return history
 
 
-def same(left: Numbers, right: Numbers) -> str:
+def find_difference(first: Numbers, second: Numbers) -> str:
     """What differs first, to the bit; nothing if all agrees."""
-    for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+    for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if (a is None) != (b is None):
                 return f"step {number}: tensor {at} is missing on one side"
@@ -246,22 +248,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    left, right = (t.detach().resolve_conj().resolve_neg().numpy().tobytes() for t in (a, b))
-    return left == right
+    first, second = (t.detach().resolve_conj().resolve_neg().numpy().tobytes() for t in (a, b))
+    return first == second
 
 
 def judge(subject: Subject, budgets: tuple[float, ...], modes: tuple[str, ...]) -> list[Verdict]:
     """A subject in all budgets and modes."""
     try:
-        plain, again = train(subject, None), train(subject, None)
+        plain, repeated = train(subject, None), train(subject, None)
     except Exception as error:
         return [Verdict(subject.name, "", 0, "skipped", False, f"plain: {error!r}"[:80])]
-    if same(plain, again):
+    if find_difference(plain, repeated):
         return [Verdict(subject.name, "", 0, "skipped", False, "plain differs from itself")]
-    return [one(subject, plain, mode, ratio) for mode in modes for ratio in budgets]
+    return [judge_budget(subject, plain, mode, ratio) for mode in modes for ratio in budgets]
 
 
-def one(subject: Subject, plain: Numbers, mode: str, ratio: float) -> Verdict:
+def judge_budget(subject: Subject, plain: Numbers, mode: str, ratio: float) -> Verdict:
     budget = gk.memory_budget(ratio, mode=mode, min_size=1, effort=0.02)
     try:
         with warnings.catch_warnings():
@@ -287,7 +289,7 @@ def one(subject: Subject, plain: Numbers, mode: str, ratio: float) -> Verdict:
     dropped = bool(report.recompute_share) or bool(
         report.evicting is not None and report.evicting.rematerializations
     )
-    difference = same(plain, numbers)
+    difference = find_difference(plain, numbers)
     kind = "wrong" if difference else "exact"
     return Verdict(subject.name, mode, ratio, kind, dropped, difference)
 
@@ -316,7 +318,7 @@ class Results:
             else:
                 self.verdicts[line["name"]] = [Verdict(**one) for one in line["verdicts"]]
 
-    def wants(self, name: str) -> bool:
+    def is_pending(self, name: str) -> bool:
         """Whether a subject is still to be tried."""
         if name not in self.verdicts and self.begun[name] >= 2:
             self.add(name, [Verdict(name, "", 0, "crashed", False, "the process ended")])
@@ -339,7 +341,7 @@ class Results:
 BAD = ("wrong", "ugly", "crashed")
 
 
-def shown(verdict: Verdict) -> str:
+def format_verdict(verdict: Verdict) -> str:
     return f"{verdict.kind}: {verdict.name} {verdict.mode} {verdict.budget}: {verdict.detail}"
 
 
@@ -359,36 +361,36 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--online", action="store_true", help="only online")
     parser.add_argument("--results", type=Path, help="a file of verdicts to write and go on with")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("gradkeep").setLevel(logging.ERROR)  # small operators are no news here
     faulthandler.enable()
-    names = set(asked.names)
-    budgets = BUDGETS[1:2] if asked.quick else BUDGETS
-    modes = tuple(mode for mode in MODES if getattr(asked, mode)) or MODES
-    results = Results(asked.results)
+    names = set(options.names)
+    budgets = BUDGETS[1:2] if options.quick else BUDGETS
+    modes = tuple(mode for mode in MODES if getattr(options, mode)) or MODES
+    results = Results(options.results)
     results.open(f"{code_digest()} {sorted(names)} {budgets} {modes}")
-    subjects = left = 0
+    subjects = remaining = 0
     start = time.monotonic()
     for subject in (*function_subjects(names), *module_subjects(names)):
         subjects += 1
-        if not results.wants(subject.name):
+        if not results.is_pending(subject.name):
             continue
-        if time.monotonic() - start > 60 * asked.minutes:
-            left += 1
+        if time.monotonic() - start > 60 * options.minutes:
+            remaining += 1
             continue
         results.begin(subject.name)
         verdicts = judge(subject, budgets, modes)
         results.add(subject.name, verdicts)
         for verdict in verdicts:
             if verdict.kind in BAD:
-                print(shown(verdict), flush=True)
-    print(f"\n{subjects} subjects, {left} of them left, {time.monotonic() - start:.0f} s")
-    return summary([one for some in results.verdicts.values() for one in some], left)
+                print(format_verdict(verdict), flush=True)
+    print(f"\n{subjects} subjects, {remaining} of them left, {time.monotonic() - start:.0f} s")
+    return summary([one for some in results.verdicts.values() for one in some], remaining)
 
 
-def summary(verdicts: list[Verdict], left: int) -> int:
+def summary(verdicts: list[Verdict], remaining: int) -> int:
     """Print counts, reasons and everything bad; 0 if there is none of it and nothing is left."""
     counts = collections.Counter(
         (one.mode or "plain", one.kind + " with drops" * one.dropped) for one in verdicts
@@ -403,8 +405,8 @@ def summary(verdicts: list[Verdict], left: int) -> int:
     for reason, count in reasons.most_common(25):
         print(f"{count:6} {reason}")
     bad = [one for one in verdicts if one.kind in BAD]
-    print(*map(shown, bad), sep="\n")
-    return int(bool(bad or left))
+    print(*map(format_verdict, bad), sep="\n")
+    return int(bool(bad or remaining))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import _lds_truth as truths
+from bench import _lds_truth
 from gradkeep.compat import trak as ours
 from gradkeep.curvature._project import project_dense, project_parameters
 from gradkeep.curvature._sketches import Projection
@@ -39,20 +39,20 @@ RIDGES = (0.3, 1.0, 3.0, 10.0)
 """What ridges are chosen from, by the very truth they are held to."""
 
 
-def released() -> Any:
+def import_released() -> Any:
     """The released package: installed, or fetched without its dependencies into a folder of its own."""
     if importlib.util.find_spec("trak") is None:
         folder = Path(tempfile.gettempdir()) / "gradkeep-bench-traker-0.3.2"
         if not (folder / "trak").exists():
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-            wanted = ["--target", str(folder), "traker==0.3.2", "tqdm"]
-            subprocess.run([*command, *wanted], check=True)
+            packages = ["--target", str(folder), "traker==0.3.2", "tqdm"]
+            subprocess.run([*command, *packages], check=True)
         sys.path.append(str(folder))
     return importlib.import_module("trak")
 
 
-def pipeline(
-    package: Any, setting: truths.Setting, states: list[dict[str, torch.Tensor]], folder: str
+def run_pipeline(
+    package: Any, setting: _lds_truth.Setting, states: list[dict[str, torch.Tensor]], folder: str
 ) -> Any:
     """What a script does, whichever package it imports."""
     net = setting.make()
@@ -83,13 +83,13 @@ def batches(data: tuple[torch.Tensor, torch.Tensor], size: int = BATCH) -> Any:
     return zip(data[0].split(size), data[1].split(size), strict=True)
 
 
-def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+def time_call(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     began = time.process_time()
-    found = function(*arguments)
-    return time.process_time() - began, found
+    result = function(*arguments)
+    return time.process_time() - began, result
 
 
-def with_ridge(traker: Any, relative: float) -> np.ndarray:
+def score_with_ridge(traker: Any, relative: float) -> np.ndarray:
     """Scores `[m, n]` with another ridge, from what was kept: the released formulas in float64."""
     saver = traker.saver
     total, weights = 0.0, 0.0
@@ -106,7 +106,9 @@ def with_ridge(traker: Any, relative: float) -> np.ndarray:
     return (total * weights).T
 
 
-def errors(setting: truths.Setting, state: dict[str, torch.Tensor], draws: int = 5) -> list[float]:
+def measure_errors(
+    setting: _lds_truth.Setting, state: dict[str, torch.Tensor], draws: int = 5
+) -> list[float]:
     """Root mean squares of (estimate - true) / (|x| |y|) over pairs: ours, and Rademacher's."""
     net = setting.make()
     net.load_state_dict(state)
@@ -129,16 +131,21 @@ def errors(setting: truths.Setting, state: dict[str, torch.Tensor], draws: int =
 
 
 def compare(
-    theirs: Any, setting: truths.Setting, states: list[dict[str, torch.Tensor]], root: str
+    theirs: Any, setting: _lds_truth.Setting, states: list[dict[str, torch.Tensor]], root: str
 ) -> Any:
     """Both pipelines in turn; the ratio of their CPU times and both trakers."""
     size = sum(value.numel() for value in states[0].values())
-    pipeline(ours, setting, states[:1], tempfile.mkdtemp(dir=root))  # what is paid once a process
+    run_pipeline(
+        ours, setting, states[:1], tempfile.mkdtemp(dir=root)
+    )  # what is paid once a process
     quick, mine = min(
-        (timed(pipeline, ours, setting, states, tempfile.mkdtemp(dir=root)) for _ in range(3)),
+        (
+            time_call(run_pipeline, ours, setting, states, tempfile.mkdtemp(dir=root))
+            for _ in range(3)
+        ),
         key=lambda result: result[0],
     )
-    slow, peer = timed(pipeline, theirs, setting, states, tempfile.mkdtemp(dir=root))
+    slow, peer = time_call(run_pipeline, theirs, setting, states, tempfile.mkdtemp(dir=root))
     count = len(states)
     print(
         f"  {size:>9,} parameters, {count} checkpoint{'s' if count > 1 else ' '}: "
@@ -147,7 +154,7 @@ def compare(
     return slow / quick, mine, peer
 
 
-def states_of(trained: truths.Trained, epoch: int) -> list[dict[str, torch.Tensor]]:
+def states_of(trained: _lds_truth.Trained, epoch: int) -> list[dict[str, torch.Tensor]]:
     stacked = trained.states[epoch]
     count = len(next(iter(stacked.values())))
     return [{name: value[i] for name, value in stacked.items()} for i in range(count)]
@@ -161,40 +168,45 @@ def main() -> int:
 
 def measure(root: str) -> int:
     try:
-        theirs = released()
+        theirs = import_released()
     except (ImportError, subprocess.CalledProcessError) as error:
         print(f"the released package cannot be had: {error}")
         return 1
-    small = dataclasses.replace(truths.digits_mlp(), batch_size=32, lr=0.05)
-    large = dataclasses.replace(small, make=truths.mlp(64, 256, 256))
-    states = states_of(truths.full_runs(small, CHECKPOINTS, keep=(small.epochs,)), small.epochs)
+    small = dataclasses.replace(_lds_truth.build_digits_mlp(), batch_size=32, lr=0.05)
+    large = dataclasses.replace(small, make=_lds_truth.mlp(64, 256, 256))
+    states = states_of(
+        _lds_truth.train_full_runs(small, CHECKPOINTS, keep=(small.epochs,)), small.epochs
+    )
     rows = f"{len(small.train[1])} digits to train, {len(small.test[1])} to score"
     print(f"whole pipeline, k = {K}, {rows} (bar {SPEED:.0f} at 85,002 parameters):")
     _, mine, peer = compare(theirs, small, states, root)
-    wide = states_of(truths.full_runs(large, 1, keep=(large.epochs,)), large.epochs)
+    wide = states_of(_lds_truth.train_full_runs(large, 1, keep=(large.epochs,)), large.epochs)
     speed, _, _ = compare(theirs, large, wide, root)
 
-    sketch, dense = errors(small, states[0])
+    sketch, dense = measure_errors(small, states[0])
     print(
         f"error of inner products: {sketch:.4f}, dense Rademacher {dense:.4f} (1 / sqrt(k) = "
         f"{K**-0.5:.4f}): {sketch / dense:.2f}x (bar {ERROR})"
     )
 
-    truth = truths.truth(small, subsets=SUBSETS, seeds=SEEDS)
+    truth = _lds_truth.compute_truth(small, subsets=SUBSETS, seeds=SEEDS)
     print(
         f"LDS on {SUBSETS} halves x {SEEDS} seeds, {CHECKPOINTS} checkpoints (ceiling "
         f"{truth.ceiling:.2f}); ridges times the mean diagonal:"
     )
     print(f"  {'ridge':<16}{'ours':>8}{'':16}{'traker':>8}")
-    own, low, high = truths.lds(np.asarray(mine.scores).T, truth)
-    plain = truths.lds(np.asarray(peer.scores).T, truth)[0]
+    own, low, high = _lds_truth.compute_lds(np.asarray(mine.scores).T, truth)
+    plain = _lds_truth.compute_lds(np.asarray(peer.scores).T, truth)[0]
     print(f"  {'as it comes':<16}{own:>8.3f} [{low:.3f}, {high:.3f}]{plain:>8.3f}")
-    found = []
+    scores = []
     for ridge in RIDGES:
-        both = [truths.lds(with_ridge(traker, ridge), truth)[0] for traker in (mine, peer)]
+        both = [
+            _lds_truth.compute_lds(score_with_ridge(traker, ridge), truth)[0]
+            for traker in (mine, peer)
+        ]
         print(f"  {ridge:<16g}{both[0]:>8.3f}{'':16}{both[1]:>8.3f}")
-        found.append(both)
-    best = np.max(found, 0)
+        scores.append(both)
+    best = np.max(scores, 0)
     print(f"  best ridge of each: {best[0] - best[1]:+.3f} (bar 0, a draw of projections {NOISE})")
     return int(speed < SPEED or sketch > ERROR * dense or best[0] < best[1] - NOISE)
 

@@ -20,19 +20,21 @@ import torch
 import xxhash
 
 import gradkeep as gk
-from bench.capture import pictures
+from bench.capture import load_pictures
 from gradkeep.data import model
 
 ROWS, BATCH = (3072, 12288), 128
 BAR, QUIET = 1.8, 0.5
 
 
-def contents(folder: str) -> dict[str, str]:
-    found = sorted(Path(folder).rglob("seg/*.safetensors"))
-    return {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in found}
+def hash_segments(folder: str) -> dict[str, str]:
+    files = sorted(Path(folder).rglob("seg/*.safetensors"))
+    return {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files}
 
 
-def timed(net: torch.nn.Module, batches: list, folder: str, **options: int) -> tuple[float, float]:
+def measure_capture(
+    net: torch.nn.Module, batches: list, folder: str, **options: int
+) -> tuple[float, float]:
     """Seconds on the wall, and of CPU by all processes."""
     started, before = time.perf_counter(), cpu_of_all()
     task = gk.Classification()
@@ -45,16 +47,16 @@ def cpu_of_all() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def compared(net: torch.nn.Module, rows: int, workers: int) -> tuple[float, bool]:
+def compare(net: torch.nn.Module, rows: int, workers: int) -> tuple[float, bool]:
     """How many times as fast the workers are, and whether they left the same bytes."""
-    batches = pictures(rows, BATCH)
+    batches = load_pictures(rows, BATCH)
     # One folder after the other: what fills memory with files slows what comes after it.
     with tempfile.TemporaryDirectory() as one:
-        alone, by_one = timed(net, batches, one)
-        expected = contents(one)
+        alone, by_one = measure_capture(net, batches, one)
+        expected = hash_segments(one)
     with tempfile.TemporaryDirectory() as many:
-        shared, by_all = timed(net, batches, many, workers=workers)
-        same = contents(many) == expected
+        shared, by_all = measure_capture(net, batches, many, workers=workers)
+        same = hash_segments(many) == expected
     most = alone / (by_one / min(workers, os.cpu_count() or 1))
     print(
         f"  {rows:6} rows: one process {alone:6.1f} s ({by_one:.1f} of CPU), {workers} workers "
@@ -73,9 +75,9 @@ def main() -> int:
     load = os.getloadavg()[0]
     quiet = load < QUIET
     print(f"ResNet-20, load {load:.1f} on {os.cpu_count()} cores{'' if quiet else ', not quiet'}")
-    found = [compared(net, rows, workers) for rows in ROWS]
+    results = [compare(net, rows, workers) for rows in ROWS]
     print(f"  bar for {ROWS[-1]} rows: {BAR}x")
-    return int(not all(same for _, same in found) or (quiet and found[-1][0] < BAR))
+    return int(not all(same for _, same in results) or (quiet and results[-1][0] < BAR))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import gradkeep as gk
-from bench._zoo_models import Batch, ZooItem, has_transformers, zoo
+from bench._zoo_models import Batch, ZooItem, has_transformers, iter_zoo
 from gradkeep.errors import GradkeepError
 
 BOUND = 1e-5
@@ -37,62 +37,62 @@ class Verdict:
     detail: str = ""
 
 
-def in_double(batch: Batch) -> Batch:
+def to_double(batch: Batch) -> Batch:
     return {
         name: value.double() if value.is_floating_point() else value
         for name, value in batch.items()
     }
 
 
-def rows_of(batch: Batch) -> int:
+def count_rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def true_gradients(item: ZooItem, batches: list[Batch]) -> Gradients:
+def compute_true_gradients(item: ZooItem, batches: list[Batch]) -> Gradients:
     """Autograd's gradients of every row, run alone."""
     model = item.make().double()
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in weights}
+    gradients_by_name: dict[str, list[torch.Tensor]] = {name: [] for name in weights}
     for batch in batches:
-        for row in range(rows_of(batch)):
+        for row in range(count_rows(batch)):
             one = {name: value[row : row + 1] for name, value in batch.items()}
             loss = item.task.losses(model, one).sum()
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
                 dense = torch.zeros_like(weight) if gradient is None else gradient
-                found[name].append(dense.to_dense() if dense.is_sparse else dense)
-    return {name: torch.stack(rows) for name, rows in found.items()}
+                gradients_by_name[name].append(dense.to_dense() if dense.is_sparse else dense)
+    return {name: torch.stack(rows) for name, rows in gradients_by_name.items()}
 
 
-def captured(item: ZooItem, batches: list[Batch], folder: str) -> None:
+def capture_item(item: ZooItem, batches: list[Batch], folder: str) -> None:
     model = item.make().double()
     gk.capture(folder, model, batches, task=item.task, split="train", of="loss", progress=False)
 
 
-def recorded(item: ZooItem, batches: list[Batch], folder: str) -> None:
+def record_item(item: ZooItem, batches: list[Batch], folder: str) -> None:
     model = item.make().double()
     at = 0
     with gk.recording(
         folder, model, checkpoints="final", reduction="sum", uncovered="skip"
     ) as recording:
         for batch in batches:
-            ids = range(at, at + rows_of(batch))
+            ids = range(at, at + count_rows(batch))
             at = ids.stop
             model.zero_grad()
             with recording.batch(ids):
                 item.task.losses(model, batch).sum().backward()
 
 
-WAYS: dict[str, Any] = {"capture": captured, "recording": recorded}
+METHODS: dict[str, Any] = {"capture": capture_item, "recording": record_item}
 
 
-def judged(item: ZooItem, way: str, batches: list[Batch], truth: Gradients) -> Verdict:
+def judge_item(item: ZooItem, method: str, batches: list[Batch], truth: Gradients) -> Verdict:
     """Keep the gradients of an item, read them back and compare."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            WAYS[way](item, batches, folder)
+            METHODS[method](item, batches, folder)
             gradients = gk.gradients(folder, split="train")
-            kept = gradients.restore(gradients.ids)
+            restored = gradients.restore(gradients.ids)
     except GradkeepError as error:
         return Verdict("refused", f"{type(error).__name__}: {error.message}")
     except Exception as error:
@@ -101,11 +101,11 @@ def judged(item: ZooItem, way: str, batches: list[Batch], truth: Gradients) -> V
         return Verdict("bare error", f"{type(error).__name__}: {str(error)[:120]} at {place}")
     lengths = torch.stack([t.flatten(1).square().sum(1) for t in truth.values()]).sum(0).sqrt()
     for name, value in truth.items():
-        if name not in kept:
-            if way == "capture" and bool(value.any()):
+        if name not in restored:
+            if method == "capture" and bool(value.any()):
                 return Verdict("wrong", f"{name} is missing")
             continue
-        errors = (kept[name].double() - value).flatten(1).norm(dim=1)
+        errors = (restored[name].double() - value).flatten(1).norm(dim=1)
         wrong = ~(errors <= BOUND * lengths.clamp(min=1e-12))
         if bool(wrong.any()):
             share = float((errors / lengths.clamp(min=1e-12)).max())
@@ -125,23 +125,23 @@ def main(arguments: list[str]) -> int:
     logging.disable(logging.WARNING)
     if not options.own and not has_transformers():
         print("transformers is not installed: only own models are swept")
-    ways = [way for way in WAYS if getattr(options, way)] or list(WAYS)
-    counts = {way: collections.Counter[str]() for way in ways}
+    methods = [method for method in METHODS if getattr(options, method)] or list(METHODS)
+    counts = {method: collections.Counter[str]() for method in methods}
     models = set()
-    for item in zoo(stock=not options.own):
+    for item in iter_zoo(stock=not options.own):
         if options.words and not any(word in item.name for word in options.words):
             continue
         models.add(item.model)
-        batches = [in_double(batch) for batch in item.batches()]
-        truth = true_gradients(item, batches)
-        for way in ways:
-            verdict = judged(item, way, batches, truth)
-            counts[way][verdict.kind] += 1
+        batches = [to_double(batch) for batch in item.batches()]
+        truth = compute_true_gradients(item, batches)
+        for method in methods:
+            verdict = judge_item(item, method, batches, truth)
+            counts[method][verdict.kind] += 1
             if verdict.kind != "exact":
-                print(f"  {verdict.kind}: {way} of {item.name}: {verdict.detail}", flush=True)
+                print(f"  {verdict.kind}: {method} of {item.name}: {verdict.detail}", flush=True)
     print(f"{len(models)} models")
-    for way, count in counts.items():
-        print(f"  {way:<10}" + "".join(f"{count[kind]:>8} {kind}" for kind in KINDS))
+    for method, count in counts.items():
+        print(f"  {method:<10}" + "".join(f"{count[kind]:>8} {kind}" for kind in KINDS))
     return int(any(count["wrong"] + count["bare error"] for count in counts.values()))
 
 

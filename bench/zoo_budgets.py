@@ -105,7 +105,7 @@ class Trained:
 
 def train(item: ZooItem, budget: Any) -> Trained:
     model = item.make().train()
-    batches = [widened(batch) for batch in item.batches()]
+    batches = [repeat_rows(batch) for batch in item.batches()]
     parameters = [p for p in model.parameters() if p.requires_grad]
     sparse = any(getattr(module, "sparse", False) for module in model.modules())
     optimizer = (torch.optim.SGD if sparse else torch.optim.AdamW)(parameters, lr=1e-3)
@@ -135,7 +135,7 @@ def train(item: ZooItem, budget: Any) -> Trained:
     return Trained(numbers, counted.peak)
 
 
-def widened(batch: Any) -> Any:
+def repeat_rows(batch: Any) -> Any:
     rows = len(next(iter(batch.values())))
     return {
         name: np.concatenate([value.numpy()] * REPEATS) if len(value) == rows else value.numpy()
@@ -143,15 +143,15 @@ def widened(batch: Any) -> Any:
     }
 
 
-def same_bits(left: Numbers, right: Numbers) -> bool:
+def same_bits(first: Numbers, second: Numbers) -> bool:
     return all(
         (a is None) == (b is None)
-        and (a is None or b is None or (a.shape == b.shape and raw(a) == raw(b)))
-        for a, b in zip(left, right, strict=True)
+        and (a is None or b is None or (a.shape == b.shape and tensor_bytes(a) == tensor_bytes(b)))
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
@@ -168,11 +168,13 @@ class Judge:
         name = self.item.name
         try:
             try:
-                return verdict(self.item, self.plain, mode, ratio, ratio, floor=False)
+                return judge_budget(self.item, self.plain, mode, ratio, ratio, floor=False)
             except BudgetError:
                 if self.at_floor is None:
                     budget = int(1.05 * find_floor(self.item, mode))
-                    self.at_floor = verdict(self.item, self.plain, mode, ratio, budget, floor=True)
+                    self.at_floor = judge_budget(
+                        self.item, self.plain, mode, ratio, budget, floor=True
+                    )
                 return replace(self.at_floor, ratio=ratio)
         except GradkeepError as error:
             detail = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -193,7 +195,7 @@ def find_floor(item: ZooItem, mode: str) -> int:
     return max(explain_plan(plan, settings).floor for plan in probe._planner.plans)
 
 
-def verdict(
+def judge_budget(
     item: ZooItem, plain: Trained, mode: str, ratio: float, budget: float, *, floor: bool
 ) -> Verdict:
     """Train once in a budget and compare."""
@@ -218,44 +220,46 @@ def verdict(
     return Verdict(item.name, mode, ratio, kind, detail, floor)
 
 
-def items(names: list[str]) -> Iterator[ZooItem]:
+def iter_items(names: list[str]) -> Iterator[ZooItem]:
     """One item of each model, with the last of its patterns: the first is often the plainest."""
-    from bench._zoo_models import zoo
+    from bench._zoo_models import iter_zoo
 
-    chosen = {item.model: item for item in zoo()}
+    chosen = {item.model: item for item in iter_zoo()}
     for item in chosen.values():
         if not names or any(name.lower() in item.name.lower() for name in names):
             yield item
 
 
-def work(names: list[str], done: set[str], only: list[str]) -> None:
+def run_worker(names: list[str], done: set[str], only: list[str]) -> None:
     """Judge what is left, one line of JSON for each beginning and each verdict."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    for item in items(names):
+    for item in iter_items(names):
         if item.name in done or (only and item.name not in only):
             continue
-        tell({"begins": item.name})
+        write_message({"begins": item.name})
         try:
-            plain, again = train(item, None), train(item, None)
-            steady = same_bits(plain.numbers, again.numbers)
+            plain, repeated = train(item, None), train(item, None)
+            steady = same_bits(plain.numbers, repeated.numbers)
         except Exception as error:
-            tell(asdict(Verdict(item.name, "", 0, "skipped", f"plain: {error!r}"[:120])))
-            tell({"ends": item.name})
+            write_message(asdict(Verdict(item.name, "", 0, "skipped", f"plain: {error!r}"[:120])))
+            write_message({"ends": item.name})
             continue
         judge = Judge(item, plain)
         for mode in MODES:
             for ratio in RATIOS:
                 if not steady:
-                    tell(asdict(Verdict(item.name, mode, ratio, "skipped", "plain is not steady")))
+                    write_message(
+                        asdict(Verdict(item.name, mode, ratio, "skipped", "plain is not steady"))
+                    )
                     continue
-                tell({"begins": item.name, "mode": mode, "ratio": ratio})
-                tell(asdict(judge(mode, ratio)))
-        tell({"ends": item.name})
+                write_message({"begins": item.name, "mode": mode, "ratio": ratio})
+                write_message(asdict(judge(mode, ratio)))
+        write_message({"ends": item.name})
 
 
-def tell(line: dict[str, Any]) -> None:
+def write_message(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
@@ -265,31 +269,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--results", type=Path, help="a file of verdicts to write and go on with")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--part", default="0/1", help="part K of N, for runs beside each other")
-    asked = parser.parse_args(arguments)
-    if asked.work is not None:
-        state = json.loads(asked.work.read_text())
-        work(asked.names, set(state["done"]), state["only"])
+    options = parser.parse_args(arguments)
+    if options.work is not None:
+        state = json.loads(options.work.read_text())
+        run_worker(options.names, set(state["done"]), state["only"])
         return 0
-    part, parts = map(int, asked.part.split("/"))
-    wanted = [item.name for item in items(asked.names)][part::parts]
-    results = asked.results or Path(f"/tmp/zoo_budgets-{time.time_ns()}.jsonl")
+    part, parts = map(int, options.part.split("/"))
+    model_names = [item.name for item in iter_items(options.names)][part::parts]
+    results = options.results or Path(f"/tmp/zoo_budgets-{time.time_ns()}.jsonl")
     verdicts = [Verdict(**json.loads(line)) for line in read_lines(results)]
     counts = collections.Counter(one.name for one in verdicts)
     ended = {one.name for one in verdicts if one.kind in ("skipped", "crashed")}
-    done = {name for name in wanted if counts[name] == len(MODES) * len(RATIOS)} | ended
+    done = {name for name in model_names if counts[name] == len(MODES) * len(RATIOS)} | ended
     verdicts = [one for one in verdicts if one.name in done]
     begin = time.monotonic()
     with results.open("a") as file:
-        while set(wanted) - done:
+        while set(model_names) - done:
             before = len(verdicts)
-            for one in run(asked.names, wanted, done):
+            for one in iter_verdicts(options.names, model_names, done):
                 file.write(json.dumps(asdict(one)) + "\n")
                 file.flush()
                 verdicts.append(one)
             done |= {one.name for one in verdicts}
             if len(verdicts) == before:
                 sys.exit("a worker ended without a verdict")
-    print(f"{len(wanted)} models, {time.monotonic() - begin:.0f} s, verdicts in {results}")
+    print(f"{len(model_names)} models, {time.monotonic() - begin:.0f} s, verdicts in {results}")
     return summary(verdicts)
 
 
@@ -297,10 +301,10 @@ def read_lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def run(names: list[str], wanted: list[str], done: set[str]) -> Iterator[Verdict]:
+def iter_verdicts(names: list[str], model_names: list[str], done: set[str]) -> Iterator[Verdict]:
     """Start a worker on what is left; if it dies, whatever had begun is counted as crashed."""
     state = Path(f"/tmp/zoo_budgets-{time.time_ns()}.json")
-    state.write_text(json.dumps({"done": sorted(done), "only": wanted}))
+    state.write_text(json.dumps({"done": sorted(done), "only": model_names}))
     command = [sys.executable, "-m", "bench.zoo_budgets", *names, "--work", str(state)]
     began: dict[str, Any] | None = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -312,22 +316,22 @@ def run(names: list[str], wanted: list[str], done: set[str]) -> Iterator[Verdict
             elif "ends" in message:
                 began = None
             elif "kind" in message:
-                yield said(Verdict(**message))
+                yield report_bad(Verdict(**message))
     state.unlink()
     if process.returncode and began is not None:
         mode, ratio = began.get("mode", ""), began.get("ratio", 0)
         detail = f"exit code {process.returncode}"
-        yield said(Verdict(began["begins"], mode, ratio, "crashed", detail))
+        yield report_bad(Verdict(began["begins"], mode, ratio, "crashed", detail))
 
 
-def said(one: Verdict) -> Verdict:
+def report_bad(one: Verdict) -> Verdict:
     """Print it if it is bad."""
     if one.kind in BAD:
-        print(shown(one), flush=True)
+        print(format_verdict(one), flush=True)
     return one
 
 
-def shown(one: Verdict) -> str:
+def format_verdict(one: Verdict) -> str:
     floor = " at its floor" if one.floor else ""
     return f"{one.kind}: {one.name} {one.mode} {one.ratio}{floor}: {one.detail}"
 
@@ -341,15 +345,15 @@ def summary(verdicts: list[Verdict]) -> int:
             if one.mode == mode
         )
         if kinds:
-            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            print(f"{mode or 'plain':8} {told}")
+            line = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            print(f"{mode or 'plain':8} {line}")
     reasons = collections.Counter(
         f"{one.kind}: {one.detail[:100]}" for one in verdicts if one.kind in ("refused", "skipped")
     )
     for reason, count in reasons.most_common(12):
         print(f"{count:6} {reason}")
     bad = [one for one in verdicts if one.kind in BAD]
-    print(f"bad: {len(bad)}", *map(shown, bad), sep="\n")
+    print(f"bad: {len(bad)}", *map(format_verdict, bad), sep="\n")
     return int(bool(bad))
 
 

@@ -25,8 +25,8 @@ def ted(train: Factors, queries: Factors) -> Tensor:
 
 def half(train: Factors, queries: Factors) -> Tensor:
     """Products `[Q, N]` with each query's gradient moved through the factors."""
-    found = []
-    for weight in restored(queries):
+    products = []
+    for weight in restore_gradients(queries):
         if train[0].dim() == 4:
             inputs, grads = F.pad(train[0], (1, 1, 1, 1)), train[1]
             height, width = grads.shape[2:]
@@ -35,16 +35,19 @@ def half(train: Factors, queries: Factors) -> Tensor:
                 shifted = inputs[:, :, a : a + height, b : b + width]
                 moved = torch.einsum("nchw,dc->ndhw", shifted, weight[:, :, a, b])
                 total += (moved * grads).sum((1, 2, 3))
-            found.append(total)
+            products.append(total)
         else:
-            found.append(((train[0] @ weight.t()) * train[1]).sum((1, 2)))
-    return torch.stack(found)
+            products.append(((train[0] @ weight.t()) * train[1]).sum((1, 2)))
+    return torch.stack(products)
 
 
 def recon(train: Factors, queries: Factors) -> Tensor:
     """Products `[Q, N]` of gradients that are formed again for every query."""
     return torch.stack(
-        [(restored(train) * weight).flatten(1).sum(1) for weight in restored(queries)]
+        [
+            (restore_gradients(train) * weight).flatten(1).sum(1)
+            for weight in restore_gradients(queries)
+        ]
     )
 
 
@@ -53,7 +56,7 @@ def naive(train: Tensor, queries: Tensor) -> Tensor:
     return torch.stack([(train * weight).flatten(1).sum(1) for weight in queries])
 
 
-def restored(factors: Factors) -> Tensor:
+def restore_gradients(factors: Factors) -> Tensor:
     """The gradients of the weight, one per sample."""
     inputs, grads = factors
     if inputs.dim() == 3:
@@ -73,12 +76,12 @@ def bias_products(train: Factors, queries: Factors) -> Tensor:
     return queries[1].sum(dims) @ train[1].sum(dims).t()
 
 
-def collect(net: nn.Module, layers: list[str], batches: list, loss, folder: Path) -> None:
+def collect_factors(net: nn.Module, layers: list[str], batches: list, loss, folder: Path) -> None:
     """One forward and backward pass; each layer's two factors go into files of their own."""
     for number, batch in enumerate(batches):
         seen: dict[str, list[Tensor]] = {name: [] for name in layers}
         hooks = [
-            net.get_submodule(name).register_forward_hook(partial(_see, both))
+            net.get_submodule(name).register_forward_hook(partial(_record_factors, both))
             for name, both in seen.items()
         ]
         net.zero_grad()
@@ -90,7 +93,7 @@ def collect(net: nn.Module, layers: list[str], batches: list, loss, folder: Path
             torch.save(grads, folder / f"{name}_batch_{number}_dl_dy.pt")
 
 
-def load(folder: Path, layer: str) -> Factors:
+def load_factors(folder: Path, layer: str) -> Factors:
     """The factors of all samples of a layer; those without positions have one."""
     numbers = range(len(list(folder.glob(f"{layer}_batch_*_dy_dw.pt"))))
     parts = []
@@ -101,8 +104,10 @@ def load(folder: Path, layer: str) -> Factors:
     return parts[0], parts[1]
 
 
-def _see(both: list[Tensor], module: nn.Module, given: tuple[Tensor, ...], answer: Tensor) -> None:
-    both.append(given[0].detach())
+def _record_factors(
+    both: list[Tensor], module: nn.Module, inputs: tuple[Tensor, ...], answer: Tensor
+) -> None:
+    both.append(inputs[0].detach())
     answer.register_hook(lambda grad: both.append(grad.detach()))
 
 

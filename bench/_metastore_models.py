@@ -21,7 +21,7 @@ LAST = [f"bert.encoder.layer.1.attention.self.{name}" for name in ("query", "key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class TrainedModel:
     """A model in eval mode, and batches of samples that it was and was not trained on."""
 
     net: nn.Module
@@ -29,23 +29,25 @@ class Trained:
     test: list[Any]
 
 
-def data_folder() -> Path | None:
+def find_data_folder() -> Path | None:
     """Where real data lies, if it does."""
-    given = os.environ.get("GRADKEEP_DATA")
-    place = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    configured = os.environ.get("GRADKEEP_DATA")
+    place = (
+        Path(configured) if configured else Path(__file__).resolve().parents[2] / "shared" / "data"
+    )
     return place if place.is_dir() else None
 
 
-def vgg16(rows: int, queries: int) -> Trained:
+def build_vgg16(rows: int, queries: int) -> TrainedModel:
     """VGG16 on CIFAR-10."""
-    place = data_folder()
+    place = find_data_folder()
     order = torch.Generator().manual_seed(0)
     if place is not None:
         parts = []
         for split, count in (("train", rows), ("test", queries)):
-            found = load_cifar10(place / "cifar10" / "cifar10_10k_2k.npz", split=split)
-            chosen = torch.randperm(len(found), generator=order)[:count]
-            pairs = [found[int(at)] for at in chosen]
+            images = load_cifar10(place / "cifar10" / "cifar10_10k_2k.npz", split=split)
+            chosen = torch.randperm(len(images), generator=order)[:count]
+            pairs = [images[int(at)] for at in chosen]
             parts.append((torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])))
     else:
         print("no CIFAR-10: pictures are noise")
@@ -63,12 +65,12 @@ def vgg16(rows: int, queries: int) -> Trained:
         optimizer.zero_grad()
         picture_loss(net, train[step % len(train)]).backward()
         optimizer.step()
-    return Trained(net.eval(), train, test)
+    return TrainedModel(net.eval(), train, test)
 
 
-def bert(rows: int, queries: int) -> Trained:
+def build_bert(rows: int, queries: int) -> TrainedModel:
     """Two layers of BERT-base with its loss at [CLS], on AG News."""
-    place = data_folder()
+    place = find_data_folder()
     order = torch.Generator().manual_seed(0)
     if place is not None:
         source = place / "agnews" / "alps_dev.tsv"
@@ -96,15 +98,15 @@ def bert(rows: int, queries: int) -> Trained:
         text_loss(net, batches[step % len(batches)]).backward()
         optimizer.step()
     test = [{name: values[rows:] for name, values in whole.items()}]
-    return Trained(net.eval(), batches, test)
+    return TrainedModel(net.eval(), batches, test)
 
 
-def resnet50(rows: int) -> Trained:
+def build_resnet50(rows: int) -> TrainedModel:
     """ResNet-50 on noise of 64 x 64: only sizes are asked of it."""
     order = torch.Generator().manual_seed(0)
     pictures = torch.randn(rows, 3, 64, 64, generator=order)
     batch = (pictures, torch.randint(10, (rows,), generator=order))
-    return Trained(model("resnet50", classes=10).eval(), [batch], [batch])
+    return TrainedModel(model("resnet50", classes=10).eval(), [batch], [batch])
 
 
 def picture_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> torch.Tensor:
