@@ -1,7 +1,7 @@
-"""What retraining on subsets says: the truth that attribution is measured against.
+"""Retrain models on random subsets: the ground truth that attribution scores are compared with.
 
-Models are trained many at a time, their weights stacked, with momentum and a one-cycle schedule;
-`margins` are those of the right class, log p - log(1 - p), averaged over seeds.
+Models are trained several at a time with stacked weights, momentum and a one-cycle schedule.
+`margins` are those of the correct class, log p - log(1 - p), averaged over seeds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DATA = Path(
     os.environ.get("GRADKEEP_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
 )
 MODELS_AT_A_TIME = 50
-"""Models trained together."""
+"""Default number of models that are trained with stacked weights."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set, a model and how it is trained."""
+    """A data set, a model and its training recipe."""
 
     name: str
     train: tuple[torch.Tensor, torch.Tensor]
@@ -39,12 +39,12 @@ class Setting:
     batch_size: int = 32
     lr: float = 0.05
     models_at_a_time: int = MODELS_AT_A_TIME
-    """Models trained at a time."""
+    """Models trained with stacked weights."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """K models: their weights `[K, ...]` after every epoch that was kept, and test margins."""
+    """K models: their weights `[K, ...]` after each saved epoch, and their test margins."""
 
     states: dict[int, dict[str, torch.Tensor]]
     margins: torch.Tensor
@@ -54,20 +54,20 @@ class Trained:
 
 @dataclass(frozen=True)
 class Truth:
-    """Subsets `[m, n]`, and what models trained on them say `[m, T]`."""
+    """Subsets `[m, n]` and the mean margins `[m, T]` of the models trained on them."""
 
     masks: np.ndarray
     margins: np.ndarray
     ceiling: float
-    """What a perfect prediction of the mean over infinitely many seeds would score."""
+    """Score of a perfect prediction of the mean over infinitely many seeds."""
     by_seed: np.ndarray
     """`[m, seeds, T]`"""
     states: dict[int, dict[str, torch.Tensor]]
-    """Weights `[m x seeds, ...]` of these models after the epochs that were kept."""
+    """Weights `[m x seeds, ...]` of these models after each saved epoch."""
 
 
 def build_digits_mlp() -> Setting:
-    """1,297 digits to train and 500 to test, MLP 64-128-64-10."""
+    """Build the digits setting: 1,297 rows to train, 500 to test, MLP 64-128-64-10."""
     digits = load_digits()
     images = np.concatenate([digits.train_images, digits.test_images])
     labels = np.concatenate([digits.train_labels, digits.test_labels])
@@ -77,7 +77,8 @@ def build_digits_mlp() -> Setting:
 
 
 def build_mnist(kind: str) -> Setting:
-    """5,000 MNIST digits to train and 500 to test; `kind` is mlp or logistic."""
+    """Build an MNIST setting with 5,000 rows to train and 500 to test; `kind` is mlp or
+    logistic."""
     parts = []
     for split, count in (("train", 5000), ("test", 500)):
         source = dataset("idx", DATA / "mnist", split)
@@ -93,7 +94,7 @@ def build_mnist(kind: str) -> Setting:
 def train_many(
     setting: Setting, subsets: torch.Tensor, seeds: Sequence[int], keep: Sequence[int] = ()
 ) -> Trained:
-    """Train one model per subset `[K, S]` and seed; keep weights after the epochs in `keep`."""
+    """Train one model per subset `[K, S]` and seed; save weights after the epochs in `keep`."""
     many = setting.models_at_a_time
     parts = [
         _train_stacked(setting, subsets[at : at + many], seeds[at : at + many], keep)
@@ -115,7 +116,7 @@ def compute_truth(
     share: float = 0.5,
     keep: Sequence[int] = (),
 ) -> Truth:
-    """Random subsets of a share of the rows, each trained with several seeds."""
+    """Train several seeds on each of some random subsets of the training rows."""
     count = len(setting.train[1])
     size = round(share * count)
     rng = np.random.default_rng(7)
@@ -130,13 +131,13 @@ def compute_truth(
 
 
 def train_full_runs(setting: Setting, runs: int, keep: Sequence[int], *, first: int = 0) -> Trained:
-    """Models trained on everything."""
+    """Train models on all rows."""
     rows = torch.arange(len(setting.train[1])).expand(runs, -1)
     return train_many(setting, rows, list(range(first, first + runs)), keep)
 
 
 def compute_lds(scores: np.ndarray, truth: Truth) -> tuple[float, float, float]:
-    """The linear datamodeling score of scores `[T, n]`, with a 95 % bootstrap interval."""
+    """Return the linear datamodeling score of scores `[T, n]` and its 95 % bootstrap interval."""
     from gradkeep.datamodels import correlation
 
     predicted = truth.masks.astype(np.float64) @ np.asarray(scores, np.float64).T
@@ -145,7 +146,7 @@ def compute_lds(scores: np.ndarray, truth: Truth) -> tuple[float, float, float]:
 
 
 def _estimate_ceiling(margins: np.ndarray) -> float:
-    """By Spearman-Brown from how well two halves of the seeds agree."""
+    """Estimate the ceiling by Spearman-Brown from the agreement of two halves of the seeds."""
     from gradkeep.datamodels import correlation
 
     seeds = margins.shape[1]
@@ -205,7 +206,7 @@ def _train_stacked(
 
 
 def mlp(*sizes: int, classes: int = 10) -> Callable[[], nn.Module]:
-    """Linear layers with rectifiers between them."""
+    """Return a function that builds linear layers with ReLU between them."""
 
     def make() -> nn.Module:
         parts: list[nn.Module] = []

@@ -1,9 +1,10 @@
-"""bergson and gradkeep on one model of transformers, in an environment that has both.
+"""Compare bergson and gradkeep on one transformers model, in an environment that has both.
 
-`python -m bench._lm_bergson ROWS ROUNDS`, run by `_lm_bergson_env`. First the price on a GPT-2 of
-4 x 256: bytes a row, CPU time of capturing against plain passes and of scoring 50 queries. Then
-what scores predict of retraining: the GPT of `_lm_truth`, its weights in a GPT-2 of transformers,
-bergson as its command trackstar does by default, ours in a quarter of its bytes.
+`python -m bench._lm_bergson ROWS ROUNDS`, started by `_lm_bergson_env`. The first part measures the
+price on a GPT-2 of 4 x 256: bytes per row, CPU time of capturing against plain passes, and of
+scoring 50 queries. The second part measures LDS: the GPT of `_lm_truth` with its weights copied
+into a GPT-2 of transformers, bergson with the defaults of its trackstar command, gradkeep in a
+quarter of its bytes.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ from bench import _lm_price, _lm_truth
 from gradkeep.data import GPT
 
 PROJECTION_SIDE = 16
-"""Of its projections, by default."""
+"""bergson's default projection size."""
 QUERIES = 50
 KEEP = "4KiB"
 LDS_MARGIN = 0.25
-"""How much more LDS ours must have."""
+"""How much higher the LDS of gradkeep must be."""
 PRICE = 1.3
 
 
 def compare_prices(rows: int, rounds: int) -> bool:
-    """Both captures between plain passes of the same model, then both scorings."""
+    """Time both captures between plain passes of the same model, then both scorings."""
     torch.manual_seed(0)
     size = _lm_price.VOCABULARY, _lm_price.LENGTH
     net = GPT2LMHeadModel(_config(*size, 256, 4, 4)).eval()
@@ -118,7 +119,7 @@ def compare_prices(rows: int, rounds: int) -> bool:
 
 
 def search_by_cosine(index: Path, place: str) -> torch.Tensor:
-    """As its command query does by default, of queries whose gradients are there."""
+    """Score stored query gradients with the defaults of bergson's query command."""
     attributor = Attributor(index, unit_norm=True)
     return attributor.search(_gradients(Path(place) / "asked"), None)[0]
 
@@ -133,7 +134,8 @@ def run_plain_passes(net: nn.Module, batches: list[torch.Tensor]) -> None:
 
 
 def build_index(net: GPT2LMHeadModel, tokens: torch.Tensor, at: Path) -> None:
-    """Its index of projected gradients, written to `at`; leaves the model as it prepares it."""
+    """Write bergson's index of projected gradients to `at`; changes `requires_grad` of the
+    model."""
     config = IndexConfig(run_path=str(at), projection_dim=PROJECTION_SIDE)
     net.requires_grad_(requires_grad=False)
     net.get_input_embeddings().requires_grad_(True)
@@ -166,7 +168,7 @@ def capture(
 
 
 def compare_lds() -> bool:
-    """What both predict of retraining, from the same weights at the same epoch."""
+    """Compare the LDS of both from the same weights at the same epoch."""
     truth = _lm_truth.compute_truth(_lm_truth.build_gpt())
     setting, missed = truth.setting, False
     print(f"\n{setting.name}, in transformers; ceiling {truth.ceiling:.3f}")
@@ -201,7 +203,8 @@ def compare_lds() -> bool:
 
 
 def convert_to_transformers(model: nn.Module) -> GPT2LMHeadModel:
-    """The same model in the layers of transformers: one for queries, keys and values, transposed."""
+    """Copy the model into GPT-2 of transformers: one transposed layer for queries, keys and
+    values."""
     assert isinstance(model, GPT)
     length, dim = model.wpe.weight.shape
     heads = model.h[0].attn.heads
@@ -230,7 +233,7 @@ def convert_to_transformers(model: nn.Module) -> GPT2LMHeadModel:
 def score_with_bergson(
     net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
 ) -> tuple[dict[str, np.ndarray], float]:
-    """Scores `[Q, N]`, the default first, and the bytes of a row of its index."""
+    """Return scores `[Q, N]` by name, the default first, and the bytes per row of the index."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         folder = Path(place)
         common, query_config = _write_inputs(folder, net, train, queries)
@@ -260,7 +263,7 @@ def score_with_bergson(
 def score_with_streamed_ekfac(
     net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
 ) -> np.ndarray:
-    """Scores `[Q, N]` of whole gradients, which it does not keep."""
+    """Return bergson's scores `[Q, N]` from whole gradients, which it does not store."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         folder = Path(place)
         common, query_config = _write_inputs(folder, net, train, queries)
@@ -278,7 +281,7 @@ def score_with_streamed_ekfac(
 def _write_inputs(
     folder: Path, net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
 ) -> tuple[dict[str, Any], QuerySetConfig]:
-    """The model and both sets of rows as files: what its pipelines read."""
+    """Write the model and both sets of rows to files that bergson's pipelines read."""
     net.save_pretrained(folder / "model")
     vocabulary = {f"t{number}": number for number in range(net.config.vocab_size)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
@@ -335,7 +338,7 @@ def _gradients(at: Path) -> dict[str, torch.Tensor]:
 
 
 def _bytes_per_row(index: Path, rows: int) -> float:
-    """Of all files of an index, a row."""
+    """Return the size of all files of an index, divided by its rows."""
     return sum(file.stat().st_size for file in index.rglob("*") if file.is_file()) / rows
 
 

@@ -1,4 +1,4 @@
-"""An environment of its own for bergson, which needs other packages than gradkeep does."""
+"""A separate environment for bergson, whose dependencies differ from those of gradkeep."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench._lm_truth import CACHE
 
 VERSION = "2.5.1"
 NEEDED = ("pyyaml", "rich", "safetensors", "typer", "xxhash")
-"""What gradkeep itself needs, beside numpy and torch."""
+"""Dependencies of gradkeep besides numpy and torch."""
 
 
 def compare(rows: int, rounds: int) -> bool:
-    """Run `_lm_bergson` there; whether a bar was missed."""
+    """Run `_lm_bergson` in the environment; return True if a bar is missed."""
     try:
         python = install_bergson()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -39,7 +39,7 @@ def compare(rows: int, rounds: int) -> bool:
 
 
 def install_bergson() -> Path:
-    """The interpreter of the environment, which is made where it is not there yet."""
+    """Return the interpreter of the environment, creating the environment if necessary."""
     folder = CACHE / f"bergson-{VERSION}"
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists():

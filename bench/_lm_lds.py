@@ -1,8 +1,8 @@
-"""How few bytes a row predict retraining as well as everything: for `bench lds` and `bench lm`.
+"""LDS of language models by method and bytes per row, for `bench lds` and `bench lm`.
 
-For each setting of `_lm_truth` and two epochs, early and last: what scores predict of models
-trained on halves (LDS), by method and bytes a row, on all halves and on those that no recipe was
-chosen on, with 95 % intervals over queries and halves. Queries are kept unrounded.
+For each setting of `_lm_truth` and for two epochs, early and last: the LDS against models trained on
+halves, on all halves and on those that no recipe was selected on, with 95 % intervals over queries
+and halves. Queries are stored unrounded.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ NAMES = {
 }
 SIZES = ("1KiB", "2KiB", "4KiB", "16KiB")
 SHARES = {"4KiB": 0.90, "16KiB": 0.95}
-"""Of the LDS of exact EK-FAC, by what is kept."""
+"""Required share of the LDS of exact EK-FAC, by `keep`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A line of the table at one epoch."""
+    """One line of the table at one epoch."""
 
     name: str
     bytes: float
-    """Of a row; 0 where nothing of the model is kept."""
+    """Bytes per training row; 0 if nothing of the model is stored."""
     scores: np.ndarray
     """`[Q, N]`"""
     seconds: float
     """CPU seconds of the capture."""
     size: str | None = None
-    """What `keep` was, of ours."""
+    """Value of `keep`, for rows of gradkeep."""
 
 
 def print_table(name: str, truth: _lm_truth.Truth) -> bool:
-    """Print the table of one setting; whether a bar was missed."""
+    """Print the table of one setting; return True if a bar is missed."""
     setting = truth.setting
     count, length = setting.train.shape
     print(
@@ -85,7 +85,7 @@ def print_table(name: str, truth: _lm_truth.Truth) -> bool:
 
 
 def iter_rows(truth: _lm_truth.Truth, epoch: int) -> Iterator[Row]:
-    """Exact EK-FAC first: the others are measured by it."""
+    """Iterate over all rows, exact EK-FAC first because the others are compared with it."""
     yield from iter_exact_rows(truth, epoch)
     for size in SIZES:
         yield measure_keep(f"ours, {size}", truth, epoch, gk.Keep(size), size=size)
@@ -101,7 +101,7 @@ def iter_rows(truth: _lm_truth.Truth, epoch: int) -> Iterator[Row]:
 
 
 def layer_choices(truth: _lm_truth.Truth) -> dict[str, list[str]]:
-    """Layers that somebody may choose, by their own names."""
+    """Return layer selections by name."""
     attention = list(truth.setting.attention)
     return {
         "without attention": [f"!{name}" for name in (*attention, truth.setting.norms)],
@@ -111,7 +111,7 @@ def layer_choices(truth: _lm_truth.Truth) -> dict[str, list[str]]:
 
 
 def iter_exact_rows(truth: _lm_truth.Truth, epoch: int) -> Iterator[Row]:
-    """What is asked of whole gradients, from one capture."""
+    """Score exact gradients with several methods from one capture."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store, taken, seconds = capture_splits(place, truth, epoch, "exact", "exact")
         for method in ("ekfac", "dot", "kernel", "random"):
@@ -125,7 +125,7 @@ def iter_exact_rows(truth: _lm_truth.Truth, epoch: int) -> Iterator[Row]:
 
 
 def iter_layer_rows(truth: _lm_truth.Truth, epoch: int, size: str) -> Iterator[Row]:
-    """What is asked of so many bytes of chosen layers."""
+    """Score captures of selected layers."""
     for name, layers in layer_choices(truth).items():
         yield measure_keep(f"ours, {size}, {name}", truth, epoch, gk.Keep(size), layers=layers)
 
@@ -139,7 +139,7 @@ def measure_keep(
     size: str | None = None,
     layers: list[str] | None = None,
 ) -> Row:
-    """What is asked of so many bytes; of random coordinates, too, EK-FAC says most."""
+    """Capture with `keep` and score with EK-FAC, which is best for random coordinates too."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store, taken, seconds = capture_splits(place, truth, epoch, keep, "queries", layers=layers)
         return Row(name, taken, gk.attribute(store, method="ekfac").values, seconds, size)
@@ -154,7 +154,8 @@ def capture_splits(
     *,
     layers: list[str] | None = None,
 ) -> tuple[gk.Store, float, float]:
-    """The store, bytes of a training row, and CPU seconds of capturing the training rows."""
+    """Capture both splits; return the store, bytes per training row and CPU seconds of the
+    training split."""
     store = gk.open(place, durability="process")
     setting, model = truth.setting, truth.model(epoch)
     taken = seconds = 0.0
@@ -180,14 +181,14 @@ def capture_splits(
 
 
 def tf_idf(queries: torch.Tensor, train: torch.Tensor) -> np.ndarray:
-    """Cosines `[Q, N]` of weighted counts of pairs of neighbouring tokens."""
+    """Return cosines `[Q, N]` of weighted counts of token bigrams."""
     counts = TfidfVectorizer(analyzer=_pairs, sublinear_tf=True)
     rows = counts.fit_transform(train.tolist())
     return (counts.transform(queries.tolist()) @ rows.T).toarray()
 
 
 def bm25(queries: torch.Tensor, train: torch.Tensor, k: float = 1.2) -> np.ndarray:
-    """`[Q, N]`; all rows are of one length, so that there is nothing to divide by it."""
+    """Return BM25 scores `[Q, N]`; all rows have the same length, so it is not normalized."""
     counts = CountVectorizer(analyzer=_pairs)
     rows = counts.fit_transform(train.tolist()).astype(np.float64)
     holding = np.bincount(rows.indices, minlength=rows.shape[1])

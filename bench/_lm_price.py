@@ -1,9 +1,9 @@
-"""What capturing language models costs, against the plain passes of the same run.
+"""Cost of capturing language models, relative to plain passes in the same run.
 
-A GPT of 4 x 256 with a tied head, a Llama of that size (grouped queries, SwiGLU), and adapters of
-rank 8 (LoRA) in all layers of the GPT; 4096 tokens, drawn by Zipf's law, T = 128. CPU time of one
-thread, plain passes and captures taking turns; peak memory of processes of their own.
-`python -m bench._lm_price MODEL WHAT` is such a process: it does one thing and prints its peak.
+A GPT of 4 x 256 with a tied head, a Llama of that size (grouped queries, SwiGLU), and LoRA adapters
+of rank 8 in all layers of the GPT; 4096 tokens drawn by Zipf's law, T = 128. CPU time of one thread,
+plain passes and captures alternating; peak memory is measured in separate processes.
+`python -m bench._lm_price MODEL WHAT` is such a process: it does one task and prints its peak.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ VOCABULARY, LENGTH, BATCH = 4096, 128, 16
 RANK = 8
 SIZES = ("4KiB", "16KiB")
 FEW_ROWS = 128
-"""Rows of what is dear or does not grow with rows: exact captures, bases, peaks of memory."""
+"""Rows for measurements that are slow or do not depend on rows: exact captures, bases, peak
+memory."""
 ROWS = 2000
-"""Of the bars: with fewer rows, a larger share of the price is that of the basis."""
+"""Rows that the bars refer to: with fewer rows, the basis is a larger share of the price."""
 PRICE, EXACT_PRICE, MEMORY = 1.3, 2.0, 1.3
 """The bars, relative to a plain forward and backward pass, and to training with Adam."""
 
@@ -47,7 +48,7 @@ def build_llama() -> nn.Module:
 
 
 def build_lora() -> nn.Module:
-    """All of the GPT frozen but a pair of narrow layers beside each linear layer of its blocks."""
+    """Freeze the GPT and add a low-rank pair of layers beside each linear layer of its blocks."""
     model = build_gpt().requires_grad_(requires_grad=False)
     for block in model.h:
         for name, layer in list(block.named_modules()):
@@ -58,7 +59,7 @@ def build_lora() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A frozen layer and what is learned beside it, as if it had learned for a while."""
+    """A frozen layer with a LoRA adapter whose weights are not zero, as after some training."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def build_model(name: str) -> nn.Module:
 
 
 def draw_tokens(rows: int) -> torch.Tensor:
-    """`[rows, LENGTH]`, the same first ones however many there are."""
+    """Draw tokens `[rows, LENGTH]`; the first rows do not depend on `rows`."""
     chances = 1 / np.arange(1, VOCABULARY + 1)
     rng = np.random.default_rng(0)
     drawn = rng.choice(VOCABULARY, size=(rows, LENGTH), p=chances / chances.sum())
@@ -97,7 +98,7 @@ def draw_tokens(rows: int) -> torch.Tensor:
 
 
 def run_plain_passes(net: nn.Module, batches: list[torch.Tensor]) -> None:
-    """Gradients of the summed loss, without a copy of the logits."""
+    """Compute gradients of the summed loss, without a copy of the logits."""
     for batch in batches:
         net.zero_grad(set_to_none=True)
         _loss(net, batch).backward()
@@ -131,28 +132,29 @@ def cpu_seconds(do: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Price:
-    """One line: what a capture cost."""
+    """Cost of one capture."""
 
     keep: str
     rows: int
     ratio: float
-    """Of the whole capture to a plain pass over its rows: the median of the rounds."""
+    """CPU time of the whole capture over that of a plain pass over its rows, median of the
+    rounds."""
     least: float
     most: float
     basis: float
-    """What of it finding the basis took."""
+    """Part of the ratio that computing the basis takes."""
     row_bytes: float
-    run_plain_passes: float
+    plain: float
     """CPU seconds of the plain pass, for 1000 tokens."""
 
     @property
     def ratio_of_bar_rows(self) -> float:
-        """The ratio for as many rows as the bars are about: the basis is found once."""
+        """Ratio for the number of rows that the bars refer to; the basis is computed once."""
         return self.ratio - self.basis + self.basis * min(1.0, self.rows / ROWS)
 
 
 def measure_price(net: nn.Module, keep: str, rows: int, rounds: int) -> Price:
-    """Each capture between two plain passes, whose mean it is divided by."""
+    """Time each capture between two plain passes and divide by their mean."""
     batches = list(draw_tokens(rows).split(BATCH))
     few = batches[: -(-FEW_ROWS // BATCH)]
     passes = batches if len(batches) <= 2 * len(few) else batches[: len(batches) // 4]
@@ -179,7 +181,7 @@ def measure_price(net: nn.Module, keep: str, rows: int, rounds: int) -> Price:
 
 
 def measure_basis_seconds(net: nn.Module, batches: list[torch.Tensor], keep: str) -> float:
-    """A capture that has to find the basis, less one that finds it in the store."""
+    """Return the CPU time of a capture that computes the basis, minus one that reuses it."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store = gk.open(place)
         first = cpu_seconds(lambda: capture(store, net, batches, keep))
@@ -187,14 +189,14 @@ def measure_basis_seconds(net: nn.Module, batches: list[torch.Tensor], keep: str
 
 
 def measure_peak(name: str, what: str) -> tuple[float, float]:
-    """MiB at most of a process of its own, and how much of it came after the imports."""
+    """Return the peak MiB of a separate process, and the part of it above the imports."""
     command = [sys.executable, "-m", "bench._lm_price", name, what]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return float(output[-2]), float(output[-1])
 
 
 def compare_prices(name: str, rows: int, rounds: int) -> bool:
-    """Print what one model costs; whether a bar was missed."""
+    """Print the prices of one model; return True if a bar is missed."""
     net = build_model(name)
     trained = sum(one.numel() for one in net.parameters() if one.requires_grad)
     print(f"\n{NAMES[name]}: {trained:,} trained parameters, T={LENGTH}, batches of {BATCH}")
@@ -222,7 +224,7 @@ def compare_prices(name: str, rows: int, rounds: int) -> bool:
 
 
 def compare_memory(name: str) -> bool:
-    """Print the peaks of memory of one model; whether a bar was missed."""
+    """Print the peak memory of one model; return True if a bar is missed."""
     missed = False
     print(f"\n{NAMES[name]}: peak memory of {FEW_ROWS} rows in batches of {BATCH}")
     whole, own = measure_peak(name, "train")
@@ -254,7 +256,7 @@ def main(name: str, what: str) -> None:
 
 
 def _read_peak() -> float:
-    """MiB. Not `ru_maxrss`: that of a process begins with the peak of the one that started it."""
+    """Return the peak MiB of this process; `ru_maxrss` would include the peak of its parent."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 

@@ -1,13 +1,14 @@
-"""Fine-tuned language models, retrained on halves of their data: the truth for `bench lm`.
+"""Fine-tuned language models, retrained on halves of their data: the ground truth for `bench lm`.
 
-`gpt()`: a GPT of 2 layers x 128 with 512 byte pairs (learned here from both texts), pretrained on
-tiny Shakespeare and fine-tuned on the beginnings of 500 news; asked about how 30 of these news go
-on. `stories()`: the pretrained Llama stories260K with its own tokenizer, fine-tuned on 300 windows
-of tiny Shakespeare; asked about the windows that follow 30 of them. `large()`: a GPT of 6 layers
-x 384, 27 times as large as the first, on fewer and shorter news and halves. The outcome of a model
-is the summed loss of each query. `python -m bench._lm_truth [gpt|stories|large]` trains what is not
-cached yet (under GRADKEEP_CACHE; a half at a time, so that it may be stopped) and shows how dot
-products and EK-FAC do.
+`build_gpt()`: a GPT of 2 layers x 128 with 512 byte pairs (learned here from both texts), pretrained
+on tiny Shakespeare and fine-tuned on the beginnings of 500 news; the queries are the continuations
+of 30 of these news. `build_stories()`: the pretrained Llama stories260K with its own tokenizer,
+fine-tuned on 300 windows of tiny Shakespeare; the queries are the windows that follow 30 of them.
+`build_large_gpt()`: a GPT of 6 layers x 384, 27 times as large as the first, with fewer and shorter
+news and fewer halves. The outcome of a model is the summed loss of each query.
+`python -m bench._lm_truth [gpt|stories|large]` trains everything that is not cached yet (under
+GRADKEEP_CACHE; one half at a time, so it can be interrupted) and prints the LDS of dot products and
+EK-FAC.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ CACHE = Path(os.environ.get("GRADKEEP_CACHE", Path.home() / ".cache" / "gradkeep
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Tokens, a pretrained model, and how it is fine-tuned."""
+    """Tokens, a pretrained model and the fine-tuning recipe."""
 
     name: str
     start: Callable[[], nn.Module]
-    """The pretrained model."""
+    """Builds the pretrained model."""
     train: torch.Tensor
     """`[N, T]`"""
     queries: torch.Tensor
@@ -58,16 +59,16 @@ class Setting:
     epochs: int
     subsets: int
     batch_size: int
-    """Large: with small batches, two seeds disagree more than two subsets do."""
+    """Large, because with small batches two seeds differ more than two subsets."""
     lr: float = 1e-3
     seeds: int = 2
     attention: tuple[str, ...] = ("*.attn.*",)
-    """The layers of attention."""
+    """Patterns of the attention layers."""
     norms: str = "LayerNorm"
 
     @cached_property
     def digest(self) -> str:
-        """Of all that the truth depends on but the code of the training itself."""
+        """Digest of everything that the truth depends on, except the training code."""
         numbers = (self.weight_decay, self.epochs, self.subsets, self.lr, self.batch_size)
         digest = hashlib.sha256(repr((self.name, *numbers, self.seeds)).encode())
         for tokens in (self.train, self.queries):
@@ -77,29 +78,29 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What models trained on halves say, and the run on everything that is asked."""
+    """Losses of models trained on halves, and the weights of the run on all rows."""
 
     setting: Setting
     masks: np.ndarray
     """`[M, N]`, bool"""
-    compute_losses: np.ndarray
+    losses: np.ndarray
     """`[M, S, Q]`: summed loss of each query, by subset and seed"""
     states: dict[int, dict[str, torch.Tensor]]
-    """Weights of the run on everything after each epoch, from 1; 0 is the pretrained model."""
+    """Weights of the run on all rows after each epoch, from 1; 0 is the pretrained model."""
 
     @property
     def selection_subsets(self) -> np.ndarray:
-        """The subsets on which a recipe may be chosen."""
+        """Subsets that a recipe may be selected on."""
         return np.arange(len(self.masks) // 2)
 
     @property
     def reporting_subsets(self) -> np.ndarray:
-        """The subsets on which it is then measured."""
+        """Subsets that the selected recipe is measured on."""
         return np.arange(len(self.masks) // 2, len(self.masks))
 
     @property
     def agreement(self) -> float:
-        """Mean over queries of the correlation of ranks between two seeds."""
+        """Mean over queries of the rank correlation between two seeds."""
         one, two = self.losses[:, 0], self.losses[:, 1]
         return float(
             _spearman(_compare_pairs(one), _compare_pairs(two), np.ones((len(one), 1))).mean()
@@ -107,12 +108,12 @@ class Truth:
 
     @property
     def ceiling(self) -> float:
-        """What a perfect prediction of the mean over infinitely many seeds would score."""
+        """Score of a perfect prediction of the mean over infinitely many seeds."""
         seeds, one = self.losses.shape[1], self.agreement
         return float(np.sqrt(seeds * one / (1 + (seeds - 1) * one)))
 
     def model(self, epoch: int) -> nn.Module:
-        """The model after that epoch of the run on everything, in eval mode."""
+        """Return the model after that epoch of the run on all rows, in eval mode."""
         model = self.setting.start()
         model.load_state_dict(self.states[epoch])
         return model.eval()
@@ -126,13 +127,13 @@ class Lds:
     low: float
     high: float
     draws: np.ndarray
-    """`[B]`: under the same resamples for all scores of a truth, so that two can be subtracted"""
+    """`[B]`: the same resamples for all scores of a truth, so that two can be subtracted"""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def minus(self, other: Lds) -> Lds:
-        """How much this one is above another, measured on the same subsets, with its interval."""
+        """Return the paired difference to another score on the same subsets, with its interval."""
         draws = self.draws - other.draws
         low, high = np.quantile(draws, (0.025, 0.975))
         return Lds(self.mean - other.mean, float(low), float(high), draws)
@@ -141,7 +142,7 @@ class Lds:
 def compute_lds(
     scores: np.ndarray, truth: Truth, subsets: np.ndarray | None = None, *, resamples: int = 500
 ) -> Lds:
-    """Of scores `[Q, N]`, positive where a row helps, on all subsets or on those given."""
+    """Return the LDS of scores `[Q, N]`, positive if a row helps, on all or selected subsets."""
     chosen = np.arange(len(truth.masks)) if subsets is None else np.asarray(subsets)
     predicted = truth.masks[chosen].astype(np.float64) @ np.asarray(scores, np.float64).T
     outcomes = -truth.losses[chosen].mean(1)
@@ -157,7 +158,7 @@ def compute_lds(
 
 
 def build_gpt() -> Setting:
-    """A GPT with 512 byte pairs, from tiny Shakespeare to 500 news (T=48)."""
+    """Build a GPT with 512 byte pairs, from tiny Shakespeare to 500 news (T=48)."""
     start, pairs = _pretrained_gpt(dim=128, heads=4, layers=2)
     train, queries, continued_rows = _split_news(pairs, count=500, queries=30, length=48, seed=2611)
     return Setting(
@@ -174,7 +175,7 @@ def build_gpt() -> Setting:
 
 
 def build_large_gpt() -> Setting:
-    """A GPT of 10.9 million parameters, from half of tiny Shakespeare to 240 news (T=40)."""
+    """Build a GPT of 10.9 million parameters, from half of tiny Shakespeare to 240 news (T=40)."""
     start, pairs = _pretrained_gpt(dim=384, heads=6, layers=6, signs=500_000, epochs=1, lr=5e-4)
     train, queries, continued_rows = _split_news(pairs, count=240, queries=30, length=40, seed=2615)
     return Setting(
@@ -200,7 +201,7 @@ def _pretrained_gpt(
     epochs: int = 2,
     lr: float = 1e-3,
 ) -> tuple[Callable[[], nn.Module], BytePairs]:
-    """What makes the model, pretrained on so many signs of tiny Shakespeare; and its tokens."""
+    """Return a function that builds the pretrained model, and its tokenizer."""
     vocabulary, text = 512, _shakespeare()
     pairs = BytePairs.learn([text[:300_000], *_news()[:2000]], vocabulary)
 
@@ -216,7 +217,7 @@ def _pretrained_gpt(
 def _split_news(
     pairs: BytePairs, *, count: int, queries: int, length: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """The beginnings of some news, how some of them go on, and which these are."""
+    """Return the beginnings of some news, the continuations of some of them, and their rows."""
     news = _news()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(news))
@@ -228,7 +229,7 @@ def _split_news(
 
 
 def build_stories() -> Setting:
-    """The Llama stories260K, from stories to 300 windows of tiny Shakespeare (T=96)."""
+    """Build the Llama stories260K, from stories to 300 windows of tiny Shakespeare (T=96)."""
     length, count = 96, 300
     tokens = torch.tensor(StoryTokens.read().encode(_shakespeare()[:600_000]))
     windows = tokens[: len(tokens) // (2 * length) * 2 * length].view(-1, 2 * length)
@@ -258,7 +259,7 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
 
 
 def compute_truth(setting: Setting) -> Truth:
-    """Trained once, then read from the cache."""
+    """Train the models, or read them from the cache."""
     path = CACHE / f"lm-truth-{setting.digest}.npz"
     if not path.exists():
         _write(path, _train_halves(setting))
@@ -272,7 +273,7 @@ def compute_truth(setting: Setting) -> Truth:
 
 
 def compute_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The summed loss `[B]` of each row of tokens `[B, T]`."""
+    """Return the summed loss `[B]` of each row of tokens `[B, T]`."""
     logits = model(tokens)[:, :-1]
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(1)
 
@@ -280,7 +281,7 @@ def compute_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def fine_tune(
     setting: Setting, rows: np.ndarray, seed: int, after: Callable[[int, nn.Module], None]
 ) -> nn.Module:
-    """The pretrained model, trained on some rows; `after` is called at the end of each epoch."""
+    """Train the pretrained model on some rows; `after` is called at the end of each epoch."""
     model = setting.start().train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setting.lr, weight_decay=setting.weight_decay, fused=True
@@ -320,7 +321,7 @@ def _train_halves(setting: Setting) -> dict[str, np.ndarray]:
 
 
 def _train_full_run(setting: Setting) -> dict[str, np.ndarray]:
-    """The weights of the run on everything, after each epoch."""
+    """Return the weights of the run on all rows after each epoch."""
     arrays: dict[str, np.ndarray] = {}
 
     def keep(epoch: int, model: nn.Module) -> None:
@@ -333,7 +334,7 @@ def _train_full_run(setting: Setting) -> dict[str, np.ndarray]:
 
 
 def _train_on_half(setting: Setting, half: np.ndarray, seed: int) -> np.ndarray:
-    """`[S, Q]`: the losses of models trained on that half with this seed and those after it."""
+    """Return losses `[S, Q]` of models trained on that half with consecutive seeds."""
     outcomes = np.zeros((setting.seeds, len(setting.queries)))
     for at in range(setting.seeds):
         model = fine_tune(setting, half, seed + at, lambda epoch, model: None)
@@ -345,7 +346,7 @@ def _train_on_half(setting: Setting, half: np.ndarray, seed: int) -> np.ndarray:
 def _load_pretrained(
     model: nn.Module, pairs: BytePairs, text: str, *, epochs: int, lr: float
 ) -> dict[str, torch.Tensor]:
-    """Some epochs of next-token prediction on the text, cached."""
+    """Pretrain by next-token prediction on the text, or read the weights from the cache."""
     length, batch = 48, 32
     recipe = repr((pairs.merges, len(text), length, batch, epochs, lr, str(model))).encode()
     path = CACHE / f"lm-pretrained-{hashlib.sha256(recipe).hexdigest()[:16]}.npz"
@@ -386,7 +387,7 @@ _PIECE = re.compile(r"\s?\w+|\s?[^\w\s]+|\s+")
 
 @dataclass(frozen=True)
 class BytePairs:
-    """Bytes, and pairs of tokens that became one token, inside words."""
+    """A byte-pair tokenizer that merges inside words."""
 
     merges: tuple[tuple[int, int], ...]
 
@@ -436,7 +437,7 @@ def _merge_pair(word: list[int], pair: tuple[int, int], into: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StoryTokens:
-    """The tokenizer of stories260K: in each word the pair of the best score is merged first."""
+    """The tokenizer of stories260K: in each word the pair with the best score is merged first."""
 
     scores: dict[bytes, float]
     numbers: dict[bytes, int]
@@ -484,7 +485,7 @@ class StoryTokens:
 
 
 class Llama(nn.Module):
-    """Grouped queries, rotated positions, gated feed-forward parts, a tied head."""
+    """Grouped queries, rotary positions, gated feed-forward layers, a tied head."""
 
     def __init__(
         self, dim: int, inner: int, layers: int, heads: int, shared: int, vocabulary: int
@@ -499,7 +500,7 @@ class Llama(nn.Module):
 
     @classmethod
     def read(cls) -> Llama:
-        """The pretrained weights."""
+        """Read the pretrained weights."""
         content = (DATA / "stories260k" / "stories260K.bin").read_bytes()
         dim, inner, layers, heads, shared, vocabulary, _ = struct.unpack_from("<7i", content)
         numbers = torch.from_numpy(np.frombuffer(content, np.float32, offset=28).copy())
@@ -516,7 +517,7 @@ class Llama(nn.Module):
         return model
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, T, vocabulary]` of ids `[N, T]`."""
+        """Return logits `[N, T, vocabulary]` of ids `[N, T]`."""
         speeds = 10_000.0 ** (-torch.arange(self.pairs) / self.pairs)
         angles = torch.arange(input_ids.shape[1])[:, None] * speeds
         x = self.tok(input_ids)
@@ -554,21 +555,22 @@ class LlamaLayer(nn.Module):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Neighbouring pairs of `[N, T, heads, width]` turned by their position's angles."""
+    """Rotate neighboring pairs of `[N, T, heads, width]` by the angles of their positions."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
 
 
 def _compare_pairs(values: np.ndarray) -> np.ndarray:
-    """`[Q, M, M]`: whether value j of `[M, Q]` is below value i, one half where they are equal."""
+    """Return `[Q, M, M]`: 1 if value j of `[M, Q]` is below value i, 0.5 if they are equal,
+    else 0."""
     columns = values.T
     less = columns[:, None, :] < columns[:, :, None]
     return less + 0.5 * (columns[:, None, :] == columns[:, :, None])
 
 
 def _spearman(one: np.ndarray, two: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Correlations `[Q, B]` of ranks, where row i counts `weights[i, b]` times."""
+    """Return rank correlations `[Q, B]`, with row i counted `weights[i, b]` times."""
     total = weights.sum(0)
     first, second = one @ weights, two @ weights
     first = first - (first * weights).sum(1, keepdims=True) / total
@@ -579,7 +581,7 @@ def _spearman(one: np.ndarray, two: np.ndarray, weights: np.ndarray) -> np.ndarr
 
 
 def compute_exact_scores(truth: Truth, epoch: int, **options: object) -> np.ndarray:
-    """Scores `[Q, N]` of `gk.attribute` on a store with all factors of that epoch."""
+    """Return scores `[Q, N]` of `gk.attribute` on an exact capture of that epoch."""
     setting = truth.setting
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
         store = gk.open(place, durability="process")

@@ -1,8 +1,8 @@
-"""Models, data and plain passes that the price of captures is measured against.
+"""Workloads and plain passes that the cost of captures is compared with.
 
-An MLP on rows of 784 numbers (in a `TensorDataset`, which is read in slices, and in a data set of its
-own, which cannot be), a CNN on images of 3 x 32 x 32, and a small transformer on sequences of 64
-tokens: random numbers, as only their sizes matter here.
+An MLP on rows of 784 values (in a `TensorDataset`, which is read in slices, and in a data set that
+returns single items), a CNN on images of 3 x 32 x 32, and a small transformer on sequences of 64
+tokens. The values are random because only their sizes matter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Workload:
     loader: DataLoader[Any]
 
     def forward(self) -> None:
-        """A plain forward pass with the loss of every sample, kept in a list as anyone would."""
+        """Run a plain forward pass with the loss of every sample."""
         losses = []
         with torch.no_grad():
             for x, y in self.loader:
@@ -43,13 +43,13 @@ class Workload:
         torch.cat(losses)
 
     def read_loader(self) -> None:
-        """A pass over the loader alone."""
+        """Iterate over the loader without running the model."""
         for _ in self.loader:
             pass
 
 
 class ItemDataset(Dataset[Any]):
-    """Rows as anyone's data set gives them, one by one."""
+    """A data set that returns one row at a time."""
 
     def __init__(self, rows: TensorDataset) -> None:
         self.values, self.labels = rows.tensors
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
 
 def build_cnn() -> nn.Module:
-    """Three convolutions and a linear layer on images of 3 x 32 x 32."""
+    """Build three convolutions and a linear layer for images of 3 x 32 x 32."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -84,7 +84,7 @@ def build_cnn() -> nn.Module:
 
 
 def build_workloads(scale: float = 1.0) -> list[Workload]:
-    """All of them; `scale` multiplies their rows."""
+    """Build all workloads; `scale` multiplies their rows."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     mlp = nn.Sequential(
@@ -116,7 +116,7 @@ def build_workloads(scale: float = 1.0) -> list[Workload]:
 
 
 def measure_ratio(plain: Any, other: Any, rounds: int) -> tuple[float, float, float]:
-    """CPU seconds of both and the median of their ratios, taking turns."""
+    """Return the median CPU seconds of both and the median of their ratios, alternating."""
     plain(), other()
     times = [(cpu_seconds(plain), cpu_seconds(other)) for _ in range(rounds)]
     ratios = [late / early for early, late in times]

@@ -1,4 +1,4 @@
-"""The eight models that planned training is measured on; each a step without its optimizer."""
+"""The eight models that planned training is measured on; each a training step without its optimizer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """A model, its loss, and where checkpointing can be placed."""
+    """A model, its loss, and possible placements of checkpoints."""
 
     name: str
     model: nn.Module
     loss: Callable[[], torch.Tensor]
     placements: tuple[tuple[str, Callable[[], Callable[[], None]]], ...] = ()
-    """Each places checkpoints when it is called, and gives what takes them away again."""
+    """Each places checkpoints when called, and returns a function that removes them."""
 
 
 class Vgg(nn.Module):
-    """Convolutions with batch normalization and in-place ReLU, then dropout before the classes."""
+    """Convolutions with batch normalization and in-place ReLU, then dropout before the
+    classifier."""
 
     def __init__(self, widths: tuple[tuple[int, ...], ...], side: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Vgg(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer written out: attention and a feed-forward part, each with dropout."""
+    """A transformer layer: attention and a feed-forward part, each with dropout."""
 
     def __init__(self, dim: int, heads: int, dropout: float, *, fused: bool) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, layers, scores."""
+    """Embedding, transformer layers and logits."""
 
     def __init__(
         self, tokens: int, dim: int, depth: int, length: int, dropout: float, *, fused: bool
@@ -106,7 +107,7 @@ class LanguageModel(nn.Module):
 
 
 def _segment_placements(model: nn.Module, stages: list[nn.Module], before, after):
-    """Placements for a chain of stages: k segments, or the first stages one by one."""
+    """Return placements for a chain of stages: k segments, or the first stages individually."""
 
     def place(groups):
         def forward(x):
@@ -138,7 +139,7 @@ def _segment_placements(model: nn.Module, stages: list[nn.Module], before, after
 
 
 def _module_placements(parts: list[nn.Module]):
-    """Placements for parts that are not a chain: all, every other one, the first ones."""
+    """Return placements for modules that are not a chain: all, every other one, the first ones."""
 
     def place(chosen):
         def on():
@@ -171,7 +172,7 @@ def _identity(x):
 
 
 def _time_step_placements(model):
-    """Placements for the unrolled recurrent network: so many time steps in a segment."""
+    """Return placements for the unrolled recurrent network: a number of time steps per segment."""
 
     def place(length):
         def some(state, cell, *steps):
@@ -248,7 +249,7 @@ SUBJECTS = (*("resnet32", "vgg", "unet", "transformer", "lstm", "fused_lstm", "d
 
 
 def build_subject(name: str, seed: int = 0) -> Subject:
-    """Build one of them; the same seed gives the same model and data."""
+    """Build a subject; the same seed gives the same model and data."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "resnet32":

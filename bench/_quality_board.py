@@ -1,4 +1,4 @@
-"""The board itself: a section for each setting, written from what a run printed."""
+"""Format and write docs/benchmarks.md: one section for each setting, as printed by a run."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ Other benchmarks: `./x bench` lists them; each guide cites the ones behind its f
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Scores to be judged, and their price."""
+    """Scores to evaluate, and their cost."""
 
     name: str
     scores: Scores
     seconds: float
     bytes_per_row: float | None
     peer: bool = False
-    """Whether other libraries have this method."""
+    """True if other libraries have this method."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What an entry must reach."""
+    """Minimum LDS of an entry."""
 
     entry: str
     least: float
@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Section:
-    """What one setting came to."""
+    """Result of one setting."""
 
     name: str
     title: str
@@ -77,13 +77,13 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def judge_entries(store: Store, truth: GroundTruth, entries: Sequence[Entry]) -> Judgement:
-    """All entries by their LDS on the reporting half."""
+    """Evaluate the LDS of all entries on the reporting half."""
     scores = {one.name: one.scores for one in entries}
     return judge_methods(store, truth, methods=(), extra_scores=scores, hybrid_of_best=False)
 
 
 def format_table(judgement: Judgement, entries: Sequence[Entry]) -> list[str]:
-    """A line for each method, the best first."""
+    """Return a table with a line for each method, the best first."""
     prices = {one.name: one for one in entries}
     lines = [
         "| method | LDS | of ceiling | best minus this | CPU s | bytes/row |",
@@ -112,7 +112,7 @@ def format_table(judgement: Judgement, entries: Sequence[Entry]) -> list[str]:
 
 
 def select_own_method(judgement: Judgement, entries: Sequence[Entry]) -> str:
-    """The best of ours that saw no outcome, by the selection half."""
+    """Return our best method that used no outcomes, by the selection half."""
     fits = {
         one.name: lds(one.scores, judgement.truth, part="choosing", resamples=100).value
         for one in entries
@@ -122,9 +122,9 @@ def select_own_method(judgement: Judgement, entries: Sequence[Entry]) -> str:
 
 
 def compare_with_peers(judgement: Judgement, entries: Sequence[Entry]) -> str:
-    """That one against best peer.
+    """Compare our selected method with the best peer.
 
-    Which is the best on the reporting half: what luck there is in it is in the peers' favour.
+    The best peer is selected on the reporting half, which favors the peers.
     """
     named = {one.name for one in entries if one.peer}
     figures = {one.name: one.evaluation for one in judgement.methods}
@@ -145,7 +145,7 @@ def compare_with_peers(judgement: Judgement, entries: Sequence[Entry]) -> str:
 
 
 def check_bars(judgement: Judgement, targets: Sequence[Bar]) -> tuple[list[str], bool]:
-    """What each bar came to, and whether one was missed."""
+    """Return a line for each bar, and True if one is missed."""
     figures = {one.name: one.evaluation for one in judgement.methods}
     lines, missed = [], False
     for bar in targets:
@@ -157,7 +157,7 @@ def check_bars(judgement: Judgement, targets: Sequence[Bar]) -> tuple[list[str],
 
 
 def write_page(sections: Sequence[Section], order: Sequence[str], path: Path = PAGE) -> None:
-    """Put these sections on the board; those of other settings stay as they are."""
+    """Write these sections into the page; sections of other settings are not changed."""
     sections_by_name: dict[str, str] = {}
     if path.exists():
         for part in path.read_text(encoding="utf-8").split("\n## ")[1:]:
@@ -170,6 +170,6 @@ def write_page(sections: Sequence[Section], order: Sequence[str], path: Path = P
 
 
 def add_total_seconds(section: Section, seconds: float) -> Section:
-    """With what the whole setting cost."""
+    """Append the total cost of the setting."""
     total = f"Total, with training: {seconds:.0f} CPU seconds."
     return dataclasses.replace(section, lines=(*section.lines, "", total))

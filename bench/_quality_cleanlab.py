@@ -1,4 +1,4 @@
-"""cleanlab in an environment of its own: how it ranks rows by out-of-fold probabilities."""
+"""cleanlab in a separate environment: rank rows by their out-of-fold probabilities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ np.savez(sys.argv[2], listed=listed, quality=get_label_quality_scores(labels, p,
 def rank_rows(
     probabilities: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Its suspicion of every row `[N]`, and the rows that `find_label_issues` lists, the worst first."""
+    """Return the suspicion of every row `[N]`, and the rows of `find_label_issues`, worst first."""
     try:
         python = _install()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -43,7 +43,7 @@ def rank_rows(
 
 
 def _install() -> Path:
-    """The interpreter of the environment, which is made where it is not there yet."""
+    """Return the interpreter of the environment, creating the environment if necessary."""
     folder = CACHE / f"cleanlab-{VERSION}"
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists():

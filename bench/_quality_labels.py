@@ -1,4 +1,4 @@
-"""Wrong labels that were planted: which measure finds them, and whether leaving them out helps."""
+"""Planted label errors: compare measures that detect them, and retrain without the suspects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMBINED = "rank sum of saved-epochs loss and out-of-fold loss"
 
 @dataclass(frozen=True, eq=False)
 class LabelSetting:
-    """Rows, and how a model is trained on them."""
+    """Rows and the training recipe."""
 
     title: str
     train: tuple[torch.Tensor, torch.Tensor]
@@ -44,11 +44,11 @@ class LabelSetting:
     lr: float
     saved_epochs: tuple[int, ...]
     least: float | None = None
-    """The AUC that the combined measure must reach."""
+    """AUC that the combined measure must reach."""
 
 
 def digits(full: bool) -> Section:
-    """1,297 digits, MLP."""
+    """Evaluate 1,297 digits with an MLP."""
     setting = _lds_truth.build_digits_mlp()
     data = LabelSetting(
         "digits MLP", setting.train, setting.test, setting.make, 15, 32, 0.05, (2, 3, 4, 5)
@@ -57,7 +57,7 @@ def digits(full: bool) -> Section:
 
 
 def mnist(full: bool) -> Section:
-    """MNIST, MLP."""
+    """Evaluate MNIST with an MLP."""
     setting = _lds_truth.build_mnist("mlp")
     rows = 5000 if full else 3000
     train = (setting.train[0][:rows], setting.train[1][:rows])
@@ -68,7 +68,7 @@ def mnist(full: bool) -> Section:
 
 
 def cifar(full: bool) -> Section:
-    """CIFAR-10, a small convolutional network."""
+    """Evaluate CIFAR-10 with a small convolutional network."""
     rows = 8000 if full else 2000
     parts = load_cifar(rows, 1000)
     data = LabelSetting("CIFAR-10 CNN", *parts, build_cnn, 10, 32, 0.03, (3, 4, 5, 6))
@@ -76,7 +76,7 @@ def cifar(full: bool) -> Section:
 
 
 def load_cifar(rows: int, queries: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Training and test images `[N, 3, 32, 32]` in a fixed random order."""
+    """Return training and test images `[N, 3, 32, 32]` in a fixed random order."""
     with np.load(_lds_truth.DATA / "cifar10" / "cifar10_10k_2k.npz") as archive:
         parts = []
         for split, count in (("train", rows), ("test", queries)):
@@ -88,7 +88,7 @@ def load_cifar(rows: int, queries: int) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def build_cnn() -> nn.Module:
-    """Three convolutions with strides."""
+    """Build three convolutions with strides and a linear layer."""
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
@@ -98,7 +98,8 @@ def build_cnn() -> nn.Module:
 
 
 def evaluate_labels(name: str, data: LabelSetting, *, seeds: int, runs: int = 3) -> Section:
-    """Flip labels, look for them in several ways, and retrain without the most suspicious rows."""
+    """Flip labels, detect them by several measures, and retrain without the most suspicious
+    rows."""
     x, y = data.train
     noisy, wrong = flip_labels(y)
     training = Training(data.make, data.epochs, data.batch_size, data.lr, options={"momentum": 0.9})
@@ -147,7 +148,7 @@ def evaluate_labels(name: str, data: LabelSetting, *, seeds: int, runs: int = 3)
 
 
 def flip_labels(y: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-    """Labels of which a tenth are wrong, and which `[N]`."""
+    """Flip a tenth of the labels; return the labels and a mask `[N]` of the flipped rows."""
     rng = np.random.default_rng(11)
     wrong = np.zeros(len(y), bool)
     wrong[rng.permutation(len(y))[: round(RATE * len(y))]] = True
@@ -158,7 +159,7 @@ def flip_labels(y: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
 def capture_epochs(
     store: gk.Store, data: LabelSetting, training: Training, noisy: torch.Tensor, runs: int
 ) -> list[str]:
-    """Capture losses and norms at the saved epochs and the last; the names of the kept ones."""
+    """Capture losses and norms at the saved epochs and the last; return names of the saved ones."""
     x = data.train[0]
     steps = -(-len(x) // data.batch_size)
     for run in range(runs):
@@ -185,14 +186,15 @@ def capture_epochs(
 
 
 def order_by_row(suspects: Suspects) -> np.ndarray:
-    """Suspicion `[N]` by row."""
+    """Return suspicion `[N]` in row order."""
     return np.asarray(suspects.values, np.float64)[np.argsort(suspects.ids)]
 
 
 def compare_measures(
     evaluations: dict[str, Evaluation], flips: int, least: float | None
 ) -> tuple[list[str], bool]:
-    """The table, the combined measure against the best single one, and whether a bar was missed."""
+    """Return the table, the comparison with the best single measure, and True if a bar is
+    missed."""
     lines = [
         f"| measure | AUC | precision at {flips} | recall at {2 * flips} | rank sum minus this |",
         "| --- | --- | --- | --- | --- |",
@@ -232,7 +234,7 @@ def compare_measures(
 def compare_removals(
     recipe: Recipe, store: gk.Store, suspects: np.ndarray, data: LabelSetting, seeds: int
 ) -> tuple[list[str], bool]:
-    """Training without as many suspects as flips, beside training without random rows."""
+    """Compare training without the suspects to training without as many random rows."""
     count = len(data.test[1])
     with_outputs = dataclasses.replace(recipe, output=_margins_and_hits(data.test), falling=False)
     lines, failed = [], False
@@ -256,7 +258,7 @@ def compare_removals(
 
 
 def _margins_and_hits(test: tuple[torch.Tensor, torch.Tensor]) -> Output:
-    """`[2 T]`: margins of all queries, then which are answered right."""
+    """Return an output of shape `[2 T]`: margins of all queries, then 1 for each correct one."""
     like = margins(test)
     of_model = dataclasses.replace(like.of_model, of_logits=_margins_then_hits)
     shape = (2 * len(test[1]),)

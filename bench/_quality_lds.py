@@ -1,4 +1,4 @@
-"""Methods by their LDS on one setting: what is captured, how each is asked, and its whole price."""
+"""Captures of many models of one setting, and entries with the scores and cost of each method."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import CaptureKey
 
 BASELINES = ("random", "label-match", "similarity", "loss")
-"""What these read is not gradients."""
+"""Methods that do not read gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedModels:
-    """A store with the captures of many models, and what each took to make."""
+    """A store with captures of many models, and the CPU seconds of each."""
 
     setting: _lds_truth.Setting
     store: gk.Store
@@ -38,7 +38,7 @@ class CapturedModels:
         models: Sequence[int],
         embedded: Sequence[int] = (),
     ) -> list[str]:
-        """Capture models of stacked weights at all epochs that were kept; the names of the runs."""
+        """Capture models with stacked weights at all saved epochs; return the names of the runs."""
         setting, net = self.setting, self.setting.make()
         last = [name for name, part in net.named_modules() if isinstance(part, torch.nn.Linear)][-1]
         runs = []
@@ -74,7 +74,8 @@ class CapturedModels:
         peer: bool = False,
         **options: object,
     ) -> Entry:
-        """The mean over runs of a method's scores, the price of what it reads and of asking."""
+        """Return mean scores of a method over runs, with the cost of its captures and of
+        scoring."""
         checkpoints = [epoch_name(epoch) for epoch in epochs]
         over = {one.name: one.over for one in gk.methods()}[method]
         began = time.process_time()
@@ -100,7 +101,7 @@ class CapturedModels:
         return Entry(name, scores, took + read, sum(map(self._bytes, places)), peer)
 
     def _bytes(self, place: str) -> float:
-        """What is kept of a training row at one checkpoint."""
+        """Return the bytes per training row at one checkpoint."""
         run, _, checkpoint = place.rpartition("/")
         block = self.store.read(CaptureKey(checkpoint, "train", run))
         return block.manifest.bytes / len(block)
@@ -111,12 +112,12 @@ def epoch_name(epoch: int) -> str:
 
 
 def build_ground_truth(name: str, truth: _lds_truth.Truth, seconds: float) -> GroundTruth:
-    """What the room judges by; `seconds` are those of one training."""
+    """Build the ground truth of `gradkeep.evaluate`; `seconds` is the cost of one training."""
     return GroundTruth(name, truth.masks, truth.by_seed, seconds=seconds)
 
 
 def compute_uncertainty(setting: _lds_truth.Setting, state: dict[str, torch.Tensor]) -> np.ndarray:
-    """1 - p of every training row `[N]`, the mean over models of stacked weights."""
+    """Return the mean of 1 - p over models with stacked weights, for every training row `[N]`."""
     x, y = setting.train
     net = setting.make().to("meta")
     total = torch.zeros(len(y), dtype=torch.float64)
@@ -131,7 +132,7 @@ def compute_uncertainty(setting: _lds_truth.Setting, state: dict[str, torch.Tens
 
 
 def combine_entries(name: str, parts: Sequence[Entry]) -> Entry:
-    """The mean of standardised scores, at the price of all of them."""
+    """Average standardized scores; the cost is the sum of all costs."""
     scores = gk.combine([part.scores for part in parts])
     row_bytes = sum(part.bytes_per_row or 0 for part in parts)
     return Entry(name, scores, sum(part.seconds for part in parts), row_bytes)
@@ -140,7 +141,7 @@ def combine_entries(name: str, parts: Sequence[Entry]) -> Entry:
 def derive_entry(
     name: str, parents: Sequence[Entry], make: Callable[[], Scores], *, peer: bool = False
 ) -> Entry:
-    """Scores made from others: their price and that of making them."""
+    """Compute scores from other entries; the cost includes that of the other entries."""
     began = time.process_time()
     scores = make()
     took = time.process_time() - began + sum(one.seconds for one in parents)

@@ -1,4 +1,4 @@
-"""CIFAR-2 on the board: aeroplanes and cars, a small residual network."""
+"""The CIFAR-2 setting of the quality benchmark: airplanes and cars, a small residual network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLASSES = (0, 1)
 
 
 def cifar2(full: bool) -> Section:
-    """2,000 images of two classes; `--full` doubles the resolution and the channels."""
+    """Evaluate 2,000 images of two classes; `--full` doubles the resolution and the channels."""
     parts = []
     with np.load(_lds_truth.DATA / "cifar10" / "cifar10_10k_2k.npz") as archive:
         for split in ("train", "test"):
@@ -40,7 +40,7 @@ def cifar2(full: bool) -> Section:
 
 
 class Residual(nn.Module):
-    """x + conv(relu(conv(x)))."""
+    """relu(x + conv(relu(conv(x))))."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -52,7 +52,8 @@ class Residual(nn.Module):
 
 
 def build_resnet(channels: int, side: int) -> nn.Module:
-    """Two residual blocks, no normalisation: models of any batch say the same of a row."""
+    """Build two residual blocks without normalization, so that outputs do not depend on the
+    batch."""
     return nn.Sequential(
         *(nn.Conv2d(3, channels, 3, stride=2, padding=1), nn.ReLU(), Residual(channels)),
         *(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1), nn.ReLU()),

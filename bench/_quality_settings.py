@@ -1,4 +1,4 @@
-"""The settings of the board that are images: what is trained, captured and asked of each."""
+"""The image settings of the quality benchmark: training, captures and methods of each."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ TRIED_ON_MNIST = (
     "0.511 / 0.512. The last epoch alone, q of earlier epochs 0.552 / 0.547, q of models that did not see the "
     "row 0.496 / 0.482."
 )
-"""The designs that were not taken, once."""
+"""Results of rejected configurations, measured once."""
 
 
 def digits(full: bool) -> Section:
-    """MLP on digits, the recipe that the methods were first compared by."""
+    """Evaluate an MLP on digits, the recipe that the methods were first compared on."""
     setting = _lds_truth.build_digits_mlp()
     bars = (Bar(EPOCHS_KERNEL, 0.70), Bar(HYBRID, 0.74))
     return evaluate_full_models(
@@ -53,7 +53,7 @@ def digits(full: bool) -> Section:
 
 
 def digits_flipped(full: bool) -> Section:
-    """The same with a tenth of the labels wrong."""
+    """Evaluate an MLP on digits with a tenth of the labels wrong."""
     setting = _lds_truth.build_digits_mlp()
     noisy, _ = flip_labels(setting.train[1])
     setting = dataclasses.replace(
@@ -63,11 +63,11 @@ def digits_flipped(full: bool) -> Section:
 
 
 def mnist_mlp(full: bool) -> Section:
-    """MLP on 5,000 MNIST digits, asked by ten models that saw a half each.
+    """Evaluate an MLP on 5,000 MNIST digits with ten models, each trained on a half.
 
-    Seven seeds, because two agree on this setting so little that no method can score above 0.73. They
-    were taken after two and five had missed the bar: it is the truth that they sharpen, not the method,
-    so the section also tells what two come to.
+    It uses seven seeds because two agree so little that no method can score above 0.73. They were
+    chosen after two and five seeds missed the bar. More seeds sharpen the ground truth, not the
+    method, so the section also reports the result with two.
     """
     bars = (Bar(EPOCHS_KERNEL, 0.60),)
     sizes = (200, 7) if full else (40, 7)
@@ -83,7 +83,7 @@ def mnist_mlp(full: bool) -> Section:
 
 
 def mnist_logistic(full: bool) -> Section:
-    """Logistic regression on the same."""
+    """Evaluate logistic regression on the same data."""
     sizes = (200, 5) if full else (40, 2)
     return evaluate_half_models(
         "mnist-logistic", _lds_truth.build_mnist("logistic"), *sizes, epochs=(3, 6)
@@ -100,7 +100,7 @@ def evaluate_full_models(
     runs: int = 10,
     check: bool = False,
 ) -> Section:
-    """Models of all rows are asked, and those of the selection half."""
+    """Evaluate methods on models trained on all rows and on models of the selection half."""
     last = setting.epochs
     subset_models, truth = train_subsets(name, setting, subsets, seeds, keep=(last,))
     captured = CapturedModels(
@@ -171,7 +171,7 @@ def evaluate_half_models(
     extra: Sequence[Entry] = (),
     tried: str = "",
 ) -> Section:
-    """Ten models of halves are asked, as other boards do; none was trained on all rows."""
+    """Evaluate methods on ten models of halves, as other benchmarks do; none saw all rows."""
     last = setting.epochs
     subset_models, truth = train_subsets(name, setting, subsets, seeds, keep=(*epochs, last))
     captured = CapturedModels(
@@ -209,7 +209,7 @@ def evaluate_half_models(
 def train_subsets(
     name: str, setting: _lds_truth.Setting, subsets: int, seeds: int, *, keep: Sequence[int]
 ) -> tuple[_lds_truth.Truth, GroundTruth]:
-    """The truth, with the weights of its models."""
+    """Train the ground truth and keep the weights of its models."""
     began = time.process_time()
     subset_models = _lds_truth.compute_truth(setting, subsets=subsets, seeds=seeds, keep=keep)
     each = (time.process_time() - began) / (subsets * seeds)
@@ -218,7 +218,8 @@ def train_subsets(
 
 
 def build_hybrid(prior: Entry, truth: GroundTruth, q: np.ndarray) -> Entry:
-    """Scores joined with the outcomes of the selection half; rows that models are unsure of may differ."""
+    """Combine scores with the outcomes of the selection half; uncertain rows have a larger
+    variance."""
     label = prior.name if prior.name != MEAN else f"the {MEAN}"
     return derive_entry(
         f"hybrid of {label}", [prior], lambda: hybrid(prior.scores, truth, variances=q)
@@ -232,7 +233,7 @@ def format_section(
     entries: Sequence[Entry],
     bars: Sequence[Bar],
 ) -> tuple[list[str], bool]:
-    """The lines of a section, and whether a bar was missed."""
+    """Return the lines of a section, and True if a bar is missed."""
     ceiling = truth.ceiling()
     rows, queries = len(setting.train[1]), len(setting.test[1])
     half = len(truth.reporting.masks)
@@ -251,7 +252,7 @@ def format_section(
 
 
 def format_two_seeds(truth: GroundTruth, entry: Entry) -> list[str]:
-    """What the same scores come to where fewer models say what is true."""
+    """Return the LDS of the same scores with two seeds only."""
     noisy = dataclasses.replace(truth, outputs=truth.outputs[:, :2])
     evaluation = lds(entry.scores, noisy)
     return [
@@ -261,7 +262,8 @@ def format_two_seeds(truth: GroundTruth, entry: Entry) -> list[str]:
 
 
 def check_sanity(captured: CapturedModels, entry: Entry, truth: GroundTruth) -> list[str]:
-    """Scores in another order must predict nothing; a model of random weights less than a trained one."""
+    """Check that shuffled scores predict nothing, and a model with random weights less than a
+    trained one."""
     nets = [randomize(captured.setting.make(), seed=seed) for seed in range(10)]
     state = {
         key: torch.stack([net.state_dict()[key] for net in nets]) for key in nets[0].state_dict()

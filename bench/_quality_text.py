@@ -1,4 +1,4 @@
-"""The settings of the board that are text: news by topic, and a fine-tuned language model."""
+"""The text settings of the quality benchmark: news by topic, and fine-tuned language models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXED = "mean of ekfac, early epochs and bigrams"
 
 
 def agnews(full: bool) -> Section:
-    """Weighted counts of words, MLP."""
+    """Evaluate an MLP on TF-IDF features."""
     texts, labels = _load_news(3500)
     counts = TfidfVectorizer(max_features=1000, sublinear_tf=True)
     train = torch.from_numpy(counts.fit_transform(texts[:3000]).toarray()).float()
@@ -47,7 +47,7 @@ def agnews(full: bool) -> Section:
 
 
 def _load_news(count: int) -> tuple[list[str], torch.Tensor]:
-    """So many different news and their topics."""
+    """Return distinct news and their topics."""
     lines = (_lds_truth.DATA / "agnews" / "alps_dev.tsv").read_text(encoding="utf-8").split("\n")
     topic_by_text = dict(line.rpartition("\t")[::2] for line in lines if "\t" in line)
     texts = list(topic_by_text)
@@ -58,17 +58,17 @@ def _load_news(count: int) -> tuple[list[str], torch.Tensor]:
 
 
 def stories(full: bool) -> Section:
-    """A pretrained Llama of 260K parameters, fine-tuned on plays."""
+    """Evaluate a pretrained Llama of 260K parameters, fine-tuned on plays."""
     return evaluate_language_model("stories260k", _lm_truth.build_stories(), bars=True)
 
 
 def gpt(full: bool) -> Section:
-    """A small GPT, pretrained here and fine-tuned on news."""
+    """Evaluate a small GPT, pretrained here and fine-tuned on news."""
     return evaluate_language_model("gpt", _lm_truth.build_gpt(), bars=False)
 
 
 def evaluate_language_model(name: str, setting: _lm_truth.Setting, *, bars: bool) -> Section:
-    """One run on all rows is asked; the truth is trained once, then read from the cache."""
+    """Evaluate methods on one run on all rows; the ground truth is cached."""
     retrained = _lm_truth.compute_truth(setting)
     # A smaller loss is a better answer.
     truth = GroundTruth(name, retrained.masks, -retrained.losses)
@@ -136,7 +136,7 @@ def evaluate_language_model(name: str, setting: _lm_truth.Setting, *, bars: bool
 
 
 def _check_bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
-    """The method that the selection half names against EK-FAC, BM25 and representations."""
+    """Compare the selected method with EK-FAC, BM25 and representations."""
     figures = {one.name: one.evaluation for one in judged.methods}
     ours, ekfac = figures[name], figures["ekfac, final"]
     assert ours is not None
@@ -167,7 +167,7 @@ def _check_bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
 
 
 def _capture_epoch(store: gk.Store, truth: _lm_truth.Truth, epoch: int) -> tuple[float, float]:
-    """CPU seconds of capturing both splits, and bytes of a training row."""
+    """Return CPU seconds of capturing both splits, and bytes per training row."""
     began, row_bytes = time.process_time(), 0.0
     for split, tokens in (("train", truth.setting.train), ("test", truth.setting.queries)):
         report = gk.capture(
@@ -184,7 +184,7 @@ def _capture_epoch(store: gk.Store, truth: _lm_truth.Truth, epoch: int) -> tuple
 
 
 def _compare_representations(truth: _lm_truth.Truth, epoch: int) -> np.ndarray:
-    """Cosines `[Q, N]` of the mean over tokens of what goes into the head."""
+    """Return cosines `[Q, N]` of the mean over tokens of the head's inputs."""
     model, seen = truth.model(epoch), []
     head = model.head if hasattr(model, "head") else model.lm_head
     handle = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].mean(1)))

@@ -33,7 +33,7 @@ KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 @dataclass(frozen=True)
 class Line:
     what: str
-    measure_ratio: float
+    ratio: float
     bar: float
     note: str = ""
 
