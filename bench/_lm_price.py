@@ -145,7 +145,7 @@ class Price:
     """Part of the ratio that computing the basis takes."""
     row_bytes: float
     plain: float
-    """CPU seconds of the plain pass, for 1000 tokens."""
+    """CPU seconds of the plain pass per 1000 tokens."""
 
     @property
     def ratio_of_bar_rows(self) -> float:

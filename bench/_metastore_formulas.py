@@ -1,6 +1,6 @@
-"""MetaStore's formulas and its way to collect, load and ask, written down plainly.
+"""MetaStore's formulas and its way to collect, load and query factors, implemented plainly.
 
-One query at a time; a convolution has 3 x 3 taps, stride 1 and padding 1; biases do not count.
+One query at a time; convolutions have 3 x 3 taps, stride 1 and padding 1; biases are ignored.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Factors = tuple[Tensor, Tensor]
 
 
 def ted(train: Factors, queries: Factors) -> Tensor:
-    """Products `[Q, N]` from products of inputs times products of output gradients."""
+    """Return products `[Q, N]` from products of inputs times products of output gradients."""
     one = _conv_ted if train[0].dim() == 4 else _linear_ted
     return torch.stack([one(train, (x, g)) for x, g in zip(*queries, strict=True)])
 
 
 def half(train: Factors, queries: Factors) -> Tensor:
-    """Products `[Q, N]` with each query's gradient moved through the factors."""
+    """Return products `[Q, N]` by applying each query's gradient to the factors."""
     products = []
     for weight in restore_gradients(queries):
         if train[0].dim() == 4:
@@ -42,7 +42,7 @@ def half(train: Factors, queries: Factors) -> Tensor:
 
 
 def recon(train: Factors, queries: Factors) -> Tensor:
-    """Products `[Q, N]` of gradients that are formed again for every query."""
+    """Return products `[Q, N]` of gradients that are restored for every query."""
     return torch.stack(
         [
             (restore_gradients(train) * weight).flatten(1).sum(1)
@@ -52,12 +52,12 @@ def recon(train: Factors, queries: Factors) -> Tensor:
 
 
 def naive(train: Tensor, queries: Tensor) -> Tensor:
-    """Products `[Q, N]` of gradients that are kept whole."""
+    """Return products `[Q, N]` of gradients that are stored whole."""
     return torch.stack([(train * weight).flatten(1).sum(1) for weight in queries])
 
 
 def restore_gradients(factors: Factors) -> Tensor:
-    """The gradients of the weight, one per sample."""
+    """Return the gradients of the weight, one per sample."""
     inputs, grads = factors
     if inputs.dim() == 3:
         return grads.transpose(1, 2) @ inputs
@@ -71,13 +71,13 @@ def restore_gradients(factors: Factors) -> Tensor:
 
 
 def bias_products(train: Factors, queries: Factors) -> Tensor:
-    """What the bias adds to the products `[Q, N]`; MetaStore leaves it out."""
+    """Return the contribution `[Q, N]` of the bias, which MetaStore omits."""
     dims = (2, 3) if train[1].dim() == 4 else (1,)
     return queries[1].sum(dims) @ train[1].sum(dims).t()
 
 
 def collect_factors(net: nn.Module, layers: list[str], batches: list, loss, folder: Path) -> None:
-    """One forward and backward pass; each layer's two factors go into files of their own."""
+    """Run one forward and backward pass; write the two factors of each layer to separate files."""
     for number, batch in enumerate(batches):
         seen: dict[str, list[Tensor]] = {name: [] for name in layers}
         hooks = [
@@ -94,7 +94,7 @@ def collect_factors(net: nn.Module, layers: list[str], batches: list, loss, fold
 
 
 def load_factors(folder: Path, layer: str) -> Factors:
-    """The factors of all samples of a layer; those without positions have one."""
+    """Return the factors of all samples of a layer, with one position if they have none."""
     numbers = range(len(list(folder.glob(f"{layer}_batch_*_dy_dw.pt"))))
     parts = []
     for kind in ("dy_dw", "dl_dy"):

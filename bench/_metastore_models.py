@@ -1,4 +1,4 @@
-"""The models of MetaStore's experiments after a few steps of training, with samples to keep."""
+"""The models of MetaStore's experiments after a few training steps, with samples to capture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = [f"bert.encoder.layer.1.attention.self.{name}" for name in ("query", "key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModel:
-    """A model in eval mode, and batches of samples that it was and was not trained on."""
+    """A model in eval mode, and batches of training and test samples."""
 
     net: nn.Module
     train: list[Any]
@@ -30,7 +30,7 @@ class TrainedModel:
 
 
 def find_data_folder() -> Path | None:
-    """Where real data lies, if it does."""
+    """Return the folder with real data, or None."""
     configured = os.environ.get("GRADKEEP_DATA")
     place = (
         Path(configured) if configured else Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -39,7 +39,7 @@ def find_data_folder() -> Path | None:
 
 
 def build_vgg16(rows: int, queries: int) -> TrainedModel:
-    """VGG16 on CIFAR-10."""
+    """Train VGG16 on CIFAR-10."""
     place = find_data_folder()
     order = torch.Generator().manual_seed(0)
     if place is not None:
@@ -69,7 +69,7 @@ def build_vgg16(rows: int, queries: int) -> TrainedModel:
 
 
 def build_bert(rows: int, queries: int) -> TrainedModel:
-    """Two layers of BERT-base with its loss at [CLS], on AG News."""
+    """Train two layers of BERT-base with its loss at [CLS], on AG News."""
     place = find_data_folder()
     order = torch.Generator().manual_seed(0)
     if place is not None:
@@ -102,7 +102,7 @@ def build_bert(rows: int, queries: int) -> TrainedModel:
 
 
 def build_resnet50(rows: int) -> TrainedModel:
-    """ResNet-50 on noise of 64 x 64: only sizes are asked of it."""
+    """Build ResNet-50 with noise of 64 x 64; only its sizes are measured."""
     order = torch.Generator().manual_seed(0)
     pictures = torch.randn(rows, 3, 64, 64, generator=order)
     batch = (pictures, torch.randint(10, (rows,), generator=order))
@@ -110,11 +110,11 @@ def build_resnet50(rows: int) -> TrainedModel:
 
 
 def picture_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> torch.Tensor:
-    """The loss of pictures."""
+    """Return the loss of a batch of images."""
     return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
 
 
 def text_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> torch.Tensor:
-    """The loss of texts."""
+    """Return the loss of a batch of texts."""
     logits = net(batch["input_ids"], attention_mask=batch["attention_mask"])
     return F.cross_entropy(logits, batch["labels"], reduction=reduction)

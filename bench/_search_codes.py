@@ -1,10 +1,11 @@
-"""Millions of rows by small codes: recall against the exact answer, seconds, bytes and what codes cost to make.
+"""Search millions of rows by small codes: recall against the exact answer, seconds, bytes and build cost.
 
-Made-up rows are signs of 16,384 numbers that follow from hidden ones, every seventh flipped at random, times a
-scale: of 48 hidden numbers (`few`), or of 1024 that slowly get smaller, with scales that differ a hundredfold
-(`slow`). They combine a table of such rows with a table of flips, as twenty gigabytes of fresh random numbers
-would take longer than everything else. Real ones (`--kind STORE`) are the rows of a capture, repeated, with every
-tenth byte of each taken from another row; its split `test` asks.
+Synthetic rows are signs of 16,384 values computed from hidden ones, every seventh flipped at random,
+times a scale: of 48 hidden values (`few`), or of 1024 that decrease slowly, with scales that differ
+a hundredfold (`slow`). They combine a table of such rows with a table of flips, because twenty
+gigabytes of fresh random numbers would take longer than everything else. Real rows (`--kind STORE`)
+are the rows of a capture, repeated, with every tenth byte of each taken from another row; the
+queries are its split `test`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ RECALL, SECONDS = 0.99, 1.0
 
 @dataclass(frozen=True)
 class Rows:
-    """How made-up rows come about: signs of mixed hidden numbers, some of them flipped, times a scale."""
+    """Recipe of synthetic rows: signs of mixed hidden values, some of them flipped, times a
+    scale."""
 
     hidden: int
     decay: float
-    """The i-th hidden number has size i ** -decay"""
+    """The i-th hidden value has size i ** -decay."""
     kinds: int
     spread: float
-    """Of the scales' logarithms"""
+    """Standard deviation of the logarithms of the scales."""
 
     def tables(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows `[kinds, 2048]` and flips in bits, and unrounded queries `[Q, 16384]`."""
+        """Return rows `[kinds, 2048]` and flips in bits, and unrounded queries `[Q, 16384]`."""
         size = 8 * BYTES
         sizes = np.arange(1, self.hidden + 1, dtype=np.float32) ** -self.decay
         mix = rng.standard_normal((self.hidden, size), np.float32) * sizes[:, None]
@@ -78,7 +80,7 @@ def write_synthetic_rows(folder: Path, rows: int, kind: str) -> None:
 
 
 def write_repeated_rows(source: str, folder: Path, rows: int) -> None:
-    """The rows of a capture again and again, with bytes of other rows among them."""
+    """Write the rows of a capture repeatedly, mixed with bytes of other rows."""
     import gradkeep as gk
 
     train, test = (gk.gradients(source, split=split) for split in ("train", "test"))
@@ -111,7 +113,7 @@ def write_repeated_rows(source: str, folder: Path, rows: int) -> None:
 
 
 def measure_part(what: str, folder: Path) -> None:
-    """One part in a process of its own; prints what it took and found."""
+    """Run one part in this process and print its figures as JSON."""
     import torch
 
     import gradkeep as gk
@@ -150,7 +152,7 @@ def _run_subprocess(what: str, folder: Path, threads: int) -> dict:
 
 
 def measure_codes(rows: int, folder: Path | None, kind: str, threads: int) -> int:
-    """Everything for one kind of rows; a folder that holds them already is used and left."""
+    """Measure one kind of rows; an existing store in `folder` is reused and not deleted."""
     is_new = folder is None or not (folder / "store").exists()
     base = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=folder)) if is_new else folder
     assert base is not None

@@ -38,7 +38,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class RowLoss(gk.Task):
-    """One loss per row of whatever a model puts out: a fixed functional of all its values."""
+    """One loss per row for any output: a fixed function of all its values."""
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
         out = first_tensor(model(**batch))
@@ -49,7 +49,7 @@ class RowLoss(gk.Task):
 
 
 def first_tensor(out: Any) -> torch.Tensor:
-    """The logits, the last hidden state, or the first tensor of an output."""
+    """Return the logits, the last hidden state, or the first tensor of an output."""
     if isinstance(out, torch.Tensor):
         return out
     for name in ("logits", "last_hidden_state", "prediction_logits", "reconstruction"):
@@ -67,12 +67,12 @@ class ZooItem:
     model: str
     pattern: str
     make: Callable[[], nn.Module]
-    """Makes the model, in eval mode, the same each time."""
+    """Builds the model in eval mode, the same each time."""
     batches: Callable[[], list[Batch]]
-    """Makes the batches, the same each time."""
+    """Draws the batches, the same each time."""
     task: gk.Task
     stock: bool = False
-    """Whether it is a model of `transformers`."""
+    """True for models of `transformers`."""
 
     @property
     def name(self) -> str:
@@ -80,7 +80,8 @@ class ZooItem:
 
 
 def iter_zoo(*, stock: bool = True) -> Iterator[ZooItem]:
-    """All models, each with two patterns or more; `stock` with those of `transformers`, if installed."""
+    """Iterate over all models with two patterns or more; `stock` includes those of
+    `transformers`."""
     yield from own_items()
     if stock and has_transformers():
         yield from stock_items()
@@ -128,7 +129,7 @@ def tokens(shapes: tuple[tuple[int, int], ...], name: str = "x") -> Callable[[],
 
 
 def ragged(shapes: tuple[tuple[int, int], ...]) -> Callable[[], list[Batch]]:
-    """Sequences with lengths; those of the first batch are all the same."""
+    """Draw sequences with lengths; those of the first batch are all equal."""
 
     def draw(g: torch.Generator) -> list[Batch]:
         batches = []
@@ -179,14 +180,14 @@ class Doubled(nn.Linear):
 
 
 class Shifted(nn.Embedding):
-    """As OPT's positions: rows are read two places further."""
+    """An embedding that reads rows two places further, like the positions of OPT."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + 2)
 
 
 class OwnWeight(nn.Module):
-    """A weight that a module multiplies with by itself."""
+    """A module that multiplies by its own weight."""
 
     def __init__(self, low: int, high: int) -> None:
         super().__init__()
@@ -379,7 +380,7 @@ def images(*modules: nn.Module) -> nn.Module:
 
 
 def _initialized(build: Callable[[], nn.Module], *shape: int) -> Callable[[], nn.Module]:
-    """Runs a model once, so that lazy layers know their sizes."""
+    """Run a model once, so that lazy layers know their sizes."""
 
     def make() -> nn.Module:
         model = build()

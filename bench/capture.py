@@ -1,12 +1,14 @@
-"""What a capture of all layers costs over a plain forward and backward pass, on five models.
+"""Cost of capturing all layers, relative to a plain forward and backward pass, on five models.
 
-`./x bench capture`: one thread, CPU time, writes included, taking turns in one run. Batches lie in
-memory, so that no loader's time is in either. The plain pass is one of training without its step: a
-mean loss, and the gradients of all weights. "first" is the first capture of that model in this
-process, proof of every layer and first use of everything included. "proof" is the share of a capture's time
-that the proof of the first batch takes, the same for any number of rows; "later" the share that proofs and
-spot checks of all other batches take: 3 % at most. Words choose models by name. ResNet-20 sees real images where
-GRADKEEP_DATA has them, else noise, after some steps of training.
+`./x bench capture [WORD ...]`: one thread, CPU time with writes, alternating in one run. Words select
+models by name. Batches are in memory, so loading is not included. The plain pass is a training step
+without the optimizer: a mean loss and the gradients of all weights.
+
+Columns: "first" is the first capture of the model in this process, with the proof of every layer and
+all one-time costs. "proof" is the share of a capture's time for proving the first batch, which does
+not depend on the number of rows; "later" is the share for proofs and spot checks of all other
+batches, at most 3 %. ResNet-20 uses CIFAR-10 if GRADKEEP_DATA has it, else noise, after some training
+steps.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its batches and the most that a capture may cost in plain passes."""
+    """A model, its batches and the largest allowed ratio of capture to plain pass."""
 
     name: str
     net: nn.Module
@@ -138,7 +140,7 @@ def build_cases() -> list[Case]:
 
 @contextlib.contextmanager
 def record_seconds(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
-    """Adds the CPU time of a function's calls to a list, until the block ends."""
+    """Append the CPU time of each call of a function to a list, until the block ends."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -157,7 +159,7 @@ def record_seconds(owner: Any, name: str, seconds: list[float]) -> Iterator[None
 
 
 def measure_proof_shares(price: Case) -> tuple[float, float]:
-    """The shares of a capture's CPU time that proofs take, of its first batch and of all others."""
+    """Return the shares of a capture's CPU time for proofs of the first and of later batches."""
     first: list[float] = []
     later: list[float] = []
     with (

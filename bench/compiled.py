@@ -1,11 +1,11 @@
-"""Budgets beside torch's own compiler, told to save less: peaks, times and exactness in one run.
+"""Memory budgets compared with torch's compiler saving fewer activations: peaks, times and exactness.
 
 `./x bench compiled [MODEL ...]`: each model plainly, inside our budgets, and compiled by inductor with
-`activation_memory_budget`; where a model is made of layers, also each of them compiled with checkpoints
-around some. (Inside our budgets a compiled module runs uncompiled.) Peaks are bytes that torch's
-allocator gave out beyond what was there before the step, by torch's profiler, the same for all. Times are
-CPU times over those of plain steps, medians of pairs, without compiling and planning, which stand in a
-column of their own. Skipped without a C++ compiler.
+`activation_memory_budget`; models made of layers also with each layer compiled and checkpoints around
+some. (Inside our budgets a compiled module runs uncompiled.) Peaks are bytes of torch's allocator
+above the level before the step, from torch's profiler, the same for all. Times are CPU times over
+those of plain steps, medians of pairs, without compiling and planning, which have their own column.
+Skipped without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from gradkeep.errors import BudgetError
 MODELS = ("resnet32", "transformer", "gpt")
 RATIOS = (0.8, 0.6, 0.5)
 SAVED = (1.0, 0.5, 0.2)
-"""How much of what it would save the compiler may save."""
+"""Values of the compiler's `activation_memory_budget`."""
 ROUNDS = 5
 Row = Callable[[str, Callable[[], torch.Tensor], float], None]
-"""Measures and prints a step under a name, ready after some seconds."""
+"""Measures and prints a step: label, step, seconds until it was ready."""
 
 
 def measure_allocated_peak(step) -> int:
-    """The most bytes that a step holds of torch's allocator, beyond what was there before."""
+    """Return the peak bytes of torch's allocator during a step, above the level before it."""
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         step()
     events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
@@ -104,7 +104,7 @@ def measure(name: str) -> None:
 
 
 def _measure_compiled_model(work: Subject, row: Row) -> None:
-    """The whole model compiled, its compiler told how much it may save."""
+    """Measure the compiled model with several activation memory budgets."""
     step, forward = make_step(work), work.model.forward
     for share in SAVED:
         torch._dynamo.reset()
@@ -119,7 +119,7 @@ def _measure_compiled_model(work: Subject, row: Row) -> None:
 
 
 def _measure_compiled_layers(work: Subject, row: Row) -> None:
-    """Each layer compiled, and checkpoints placed around some of them."""
+    """Measure compiled layers with checkpoints around some of them."""
     layers = [module for module in work.model.modules() if isinstance(module, Layer)]
     if not layers:
         return

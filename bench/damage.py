@@ -1,17 +1,17 @@
-"""Damage a store at random, and see that it is found or does no harm.
+"""Damage a store at random, and check that the damage is detected or harmless.
 
-Each case takes a fresh copy of a store with one of everything, damages it in one of the ways below,
-and looks at it in every way a user has. An independent oracle, a dictionary of what was stored, says
-what is right. The outcome is one of
+Each case damages a fresh copy of a store that contains one of everything, then reads it through every
+public interface. An independent oracle, a dictionary of the stored values, knows the right answers.
+The outcome is one of
 
-- found: `verify` calls the store damaged;
-- harmless: `verify` does not, and every answer is the right one;
-- undone: `verify` does not, because what is gone was never sealed, packed or recorded; it is missing
+- found: `verify` reports the store as damaged;
+- harmless: `verify` does not, and every answer is right;
+- undone: `verify` does not, because the lost data was never sealed, packed or recorded; it is missing
   from every answer or raises, and no answer is wrong;
-- wrong: an answer that is neither right nor an error, or rows that are silently gone;
-- ugly: an error that is none of gradkeep's, or a check that raises.
+- wrong: an answer that is neither right nor an error, or rows that are silently missing;
+- ugly: an error that is not a GradkeepError, or a check that raises.
 
-`./x bench damage [CASES] [SEED]`; the last line says how many were wrong and ugly, which must be none.
+`./x bench damage [CASES] [SEED]`; the last line counts outcomes, of which none may be wrong or ugly.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ DROPPED = [3, 27]
 
 
 def expected_loss(number: int) -> float:
-    """The one right value of a row."""
+    """Return the only right value of a row."""
     return number * 0.5 + 1
 
 
 def build_store(path: Path) -> Path:
-    """A store with one of everything."""
+    """Build a store that contains one of everything."""
     store = gk.open(path, durability="process")
     store.add_run(gk.store.Run("main", {"lr": 0.1}, code="abc"))
     store.add_checkpoint(gk.store.Checkpoint("main", "final", "1a", step=3))
@@ -86,7 +86,7 @@ def build_store(path: Path) -> Path:
 
 
 def capture_coordinates(store: gk.Store) -> None:
-    """Rows of a few bytes, what is asked about unrounded, and the basis of both."""
+    """Capture compressed rows, unrounded queries, and the basis of both."""
     torch.manual_seed(0)
     model = gk.data.GPT(vocabulary=7, length=12, dim=8, heads=2, layers=1).eval()
     options = {"task": gk.LanguageModeling(), "run": "few", "progress": False}
@@ -111,7 +111,7 @@ def rows_of(ids: list[int]) -> dict[str, np.ndarray]:
 
 
 class Victim:
-    """A store to damage, and the dice."""
+    """A store to damage, and a random generator."""
 
     def __init__(self, root: Path, chance: random.Random) -> None:
         self.root, self.chance = root, chance
@@ -124,7 +124,7 @@ class Victim:
         return [x for x in files if x.name.endswith(suffix)]
 
     def kinds(self, suffix: str = "") -> dict[str, list[Path]]:
-        """Files by what they are, so that the few are damaged as often as the many."""
+        """Group files by kind, so that rare kinds are damaged as often as common ones."""
         files_by_kind: dict[str, list[Path]] = {}
         for file in self.files(suffix):
             parts = file.relative_to(self.root).parts
@@ -273,7 +273,7 @@ ODD = [None, -1, 10**30, 1.5, "x", "\ud800", [], {}, [[]], True, "../../x", 2**6
 
 
 def wrong_types(at: Victim) -> None:
-    """One field of a document replaced, with a right checksum."""
+    """Replace one field of a document, with a valid checksum."""
     file = at.file(".json")
     with contextlib.suppress(GradkeepError):
         fields = _document.from_bytes(file.read_bytes(), path="")
@@ -307,7 +307,7 @@ def huge_numbers(at: Victim) -> None:
 
 
 def old_manifest_restored(at: Victim) -> None:
-    """A newer version lost, or the newest one replaced by an older."""
+    """Delete newer manifests, or replace the newest one by an older one."""
     folders = [x for x in at.root.rglob("manifest") if len(list(x.iterdir())) > 1]
     files = sorted(at.chance.choice(sorted(folders)).iterdir())
     if at.chance.random() < 0.5:
@@ -340,12 +340,12 @@ KINDS: tuple[Callable[[Victim], None], ...] = (
 
 @dataclass(frozen=True)
 class Question:
-    """One way to ask a store, and the right answer."""
+    """A way to read a store, and the right answer."""
 
     ask: Callable[[Path], object]
     right: object
     partial: bool = False
-    """Whether fewer rows are an honest answer too: of work that nobody called finished."""
+    """True if fewer rows are right too, for work that was not finished."""
 
 
 def open_store(path: Path) -> gk.Store:
@@ -386,7 +386,7 @@ def read_info(path: Path) -> dict[str, int]:
 
 
 def read_coordinates(path: Path) -> list[list[float]]:
-    """The influence of rows of a few bytes on those that are asked about."""
+    """Return the influence of compressed rows on the queries."""
     scores = gk.attribute(
         open_store(path), queries="asked", train="texts", run="few", method="ekfac"
     )
@@ -423,7 +423,7 @@ QUESTIONS = {
 
 
 def judge_damage(path: Path, outside: Path) -> tuple[str, str]:
-    """What became of a damaged store, and the reason."""
+    """Return the outcome for a damaged store, and the reason."""
     before = {x: x.read_bytes() for x in outside.rglob("*") if x.is_file()}
     answers, ugly = {}, []
     for name, question in QUESTIONS.items():
@@ -472,7 +472,7 @@ def _judge_answers(answers: dict[str, object]) -> tuple[str, str]:
 
 
 def run(cases: int, seed: int, *, show: Callable[[str], object] = print) -> Counter[str]:
-    """Damage so many copies; returns how many ended in each way."""
+    """Damage that many copies; return the number of each outcome."""
     counts: Counter[str] = Counter()
     by_kind: dict[str, Counter[str]] = {}
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

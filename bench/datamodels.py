@@ -1,10 +1,10 @@
-"""What datamodels of the digits predict: left-out models, and trainings without the top examples.
+"""Accuracy of datamodels of the digits: on held-out models, and for training without the top examples.
 
-A thousand perceptrons on random halves of the digits, trained stacked. A fifth of them are left out
-and choose nothing. Prints the correlation of predicted and true margins over these, per test digit
-in quantiles and against the number of models fitted, beside that of ridge and of differences of
-means on the same models; then removes the fifty examples that help a test digit most (fewer if fewer help), and as many
-at random, and trains again. One thread, about four minutes. `./x bench datamodels [--quick]`
+A thousand perceptrons on random halves of the digits, trained stacked. A fifth of them are held out.
+Prints the correlation of predicted and true margins over these, per test digit in quantiles and
+against the number of models fitted, beside that of ridge and of differences of means on the same
+models. Then removes the fifty examples that help a test digit most (fewer if fewer help), and as many
+at random, and retrains. One thread, about four minutes. `./x bench datamodels [--quick]`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def perceptron():
 
 
 def train_models(store, models, targets):
-    """The study with all its models; test digits beyond `targets` are left alone."""
+    """Train all models of the study; only the first `targets` test digits are used."""
     digits = load_digits()
     train = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
     test = (
@@ -57,7 +57,7 @@ def train_models(store, models, targets):
 
 
 def print_correlations(study):
-    """The correlations on left-out models; returns that of L1 with all others."""
+    """Print correlations on held-out models; return that of L1 with all other models."""
     masks, margins = study.masks(), study.outputs()
     curves = {
         penalty: dm.learning_curve(masks, margins, held_out=LEFT_OUT, penalty=penalty)
@@ -86,7 +86,7 @@ def print_correlations(study):
 
 
 def print_removals(study, targets, repeats):
-    """Trainings without the top examples of some targets, and without as many at random."""
+    """Retrain without the top examples of some targets, and without as many at random."""
     fitted = study.fit()
     rng = np.random.default_rng(0)
     chosen = np.sort(rng.permutation(fitted.weights.shape[1])[:targets])

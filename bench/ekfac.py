@@ -1,23 +1,26 @@
 """EK-FAC influence on an MLP, CNNs and a transformer, against kronfluence; six methods from one capture.
 
-`./x bench ekfac [mlp] [cnn] [cnn32] [gpt128] [gpt256] [together]`: one thread, CPU time, all in one run, taking
-turns for some rounds, the median of their ratios. Both use the
-empirical Fisher matrix, float32, and a damping of 0.1 x the layer's mean eigenvalue, which is what
-kronfluence takes when it is given none. It is fetched into a folder of its own, without torchvision
-and CUDA, which it names but does not need here; --without-peer leaves it out.
+`./x bench ekfac [mlp] [cnn] [cnn32] [gpt128] [gpt256] [together]`: one thread, CPU time, alternating
+rounds in one run, medians of ratios. Both use the empirical Fisher matrix, float32, and a damping of
+0.1 x the mean eigenvalue of the layer, which is the default of kronfluence. kronfluence is installed
+into a separate folder, without torchvision and CUDA, which it does not need here; --without-peer
+omits it.
 
-`gpt128` and `gpt256` are transformers of 4 layers x 128 and x 256 on windows of 64 characters: their
-linear layers alone, which are what kronfluence knows of them. What is left there are matrix products that
-both make: two moments, two rotations of all positions, the gradient of every row, the products of all pairs.
+`gpt128` and `gpt256` are transformers of 4 layers x 128 and x 256 on windows of 64 characters, with
+their linear layers only, which are the ones that kronfluence supports. Most of the time is in matrix
+products that both compute: two moments, two rotations of all positions, the gradient of every row,
+the products of all pairs.
 
-`cnn32` has images of 3 x 32 x 32, and two layers that take fewer bytes as gradients than as factors. Of those the
-capture keeps the moments of the first 128 rows' prefixes and suffixes, which the eigenvectors come from; their
-eigenvalues are measured with all rows. With keep="factors" the moments are those of all rows, as kronfluence has
-them, and so they are of the first convolution of `cnn` up to what 128 rows say.
+`cnn32` has images of 3 x 32 x 32 and two layers whose gradients take fewer bytes than their factors.
+For these the capture stores the moments of the prefixes and suffixes of the first 128 rows, which
+the eigenvectors are computed from; their eigenvalues are measured with all rows. With keep="factors"
+the moments are those of all rows, as in kronfluence. The first convolution of `cnn` is such a layer
+too.
 
-Both are bound by the same matrix products on a convolution with many positions: moments of
-patches, their rotation and the products of all pairs, of which ours makes about two thirds. On
-layers with one position a row most of those products are never made.
+Both are bound by the same matrix products on a convolution with many positions: moments of patches,
+their rotation and the products of all pairs, of which ours computes about two thirds. On layers with
+one position per row most of those products are never computed.
+`together` runs several methods on one capture and compares the total with the slowest method alone.
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ DATA = Path(os.environ.get("GRADKEEP_DATA") or Path(__file__).parents[2] / "shar
 TRAIN, TEST = 1500, 297
 DAMPING = 0.1
 CORRELATION = 0.99
-"""Ranks as captured with those of kronfluence, the mean over queries."""
+"""Minimum mean over queries of the rank correlation with kronfluence, as captured."""
 BARS = {"mlp": (10, 3), "cnn": (10, 3), "cnn32": (5, 2), "gpt128": (5, 3), "gpt256": (5, 3)}
-"""Times less CPU time than kronfluence: once captured, and including capture."""
+"""Minimum ratios of kronfluence's CPU time to ours: without capture, and with capture."""
 ROUNDS = 3
 METHODS = ("dot", "cos", "self", "trak", "logra", "ekfac")
 METHODS_BAR = 1.5
@@ -62,11 +65,11 @@ PEER = (
     "opt_einsum==3.4.0",
     "psutil==7.2.2",
 )
-"""kronfluence, and what it imports; as its own dependencies they would bring torchvision and CUDA."""
+"""kronfluence and its imports; its declared dependencies would add torchvision and CUDA."""
 
 
 def fetch_peer() -> None:
-    """Make kronfluence importable: as installed, or fetched into a folder of its own."""
+    """Make kronfluence importable: as installed, or fetched into a separate folder."""
     if importlib.util.find_spec("kronfluence") is None:
         folder = Path(tempfile.gettempdir()) / "gradkeep-bench-kronfluence-1.0.1"
         if not (folder / "kronfluence").exists():
@@ -133,14 +136,14 @@ def load_digit_rows(name: str) -> tuple[TensorDataset, TensorDataset]:
 def compute_loss(
     net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Of classes, or of the next token at all places."""
+    """Return the loss of classes, or of the next token at all positions."""
     logits = net(x)
     logits = logits.transpose(1, 2) if logits.dim() == 3 else logits
     return F.cross_entropy(logits, y, reduction=reduction)
 
 
 def fit_model(net: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
-    """The model after some epochs of Adam, ready to be asked."""
+    """Train the model with Adam for some epochs and return it in eval mode."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     order = torch.Generator().manual_seed(0)
     for _ in range(epochs):
@@ -152,7 +155,7 @@ def fit_model(net: nn.Module, train: TensorDataset, epochs: int) -> nn.Module:
 
 
 def load_cifar() -> tuple[TensorDataset, TensorDataset]:
-    """600 and 60 images of 3 x 32 x 32: CIFAR-10 where it can be found, else random ones."""
+    """Return 600 and 60 images of 3 x 32 x 32: CIFAR-10 if available, else random ones."""
     path = DATA / "cifar10" / "cifar10_10k_2k.npz"
     rng, parts = np.random.default_rng(0), []
     if path.exists():
@@ -169,7 +172,7 @@ def load_cifar() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train_cifar_cnn(train: TensorDataset) -> nn.Module:
-    """A CNN whose first layers are smaller as gradients than as factors."""
+    """Train a CNN whose first layers are smaller as gradients than as factors."""
     torch.manual_seed(0)
     net = nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -183,7 +186,8 @@ def train_cifar_cnn(train: TensorDataset) -> nn.Module:
 def load_texts(
     train: int = 512, test: int = 64, length: int = 64
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Windows of tiny Shakespeare with the characters that follow; random ones where it is not found."""
+    """Return windows of tiny Shakespeare with their next characters; random ones if it is
+    missing."""
     files = sorted((DATA / "tinyshakespeare").glob("*.txt"))
     rng = np.random.default_rng(0)
     if files:
@@ -198,7 +202,7 @@ def load_texts(
 
 
 def build_subject(name: str) -> tuple[nn.Module, TensorDataset, TensorDataset]:
-    """A model after some epochs, its training rows and its queries."""
+    """Return a trained model, its training rows and its queries."""
     torch.manual_seed(0)
     if name.startswith("gpt"):
         train, test = load_texts(*((512, 64) if name == "gpt128" else (192, 32)))
@@ -224,7 +228,7 @@ def capture(net: nn.Module, train: TensorDataset, test: TensorDataset, **options
 
 
 def time_call(function, *arguments, **options):
-    """Its CPU time, and what it gave."""
+    """Return the CPU time of a call, and its result."""
     started = time.process_time()
     result = function(*arguments, **options)
     return time.process_time() - started, result
@@ -235,7 +239,7 @@ def attribute(store: gk.Store, method: str = "ekfac", **options) -> np.ndarray:
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """Spearman's rank correlation over the training rows: the mean over queries, and the least."""
+    """Return the mean and the least Spearman correlation over queries."""
     ranks = [x.argsort(1).argsort(1).astype(np.float64) for x in (one, other)]
     ranks = [(x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True) for x in ranks]
     correlations = (ranks[0] * ranks[1]).mean(1)
@@ -285,7 +289,7 @@ def compare(name: str) -> bool:
 
 
 def compare_methods() -> bool:
-    """One capture and several methods, against one capture and the dearest method alone."""
+    """Compare one capture and several methods with one capture and the slowest method alone."""
     train, test = load_digit_rows("mlp")
     net = fit_model(model("mlp"), train, 5)
     store = capture(net, train, test)

@@ -1,8 +1,8 @@
 """Many small models trained stacked, against the same models trained one after the other.
 
-Multilayer perceptrons on random halves of the digits; same beginnings, same batches, one thread, CPU
-time, the median of three rounds. Also says how far the logits of the two ways are apart, relative to the largest one.
-`./x bench ensembles [--quick]`
+Multilayer perceptrons on random halves of the digits; same initial weights, same batches, one thread,
+CPU time, the median of three rounds. Also prints the largest difference of the logits, relative to
+the largest logit. `./x bench ensembles [--quick]`
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def perceptron(hidden):
 
 
 def train_stacked(training, inputs, labels, subsets, test):
-    """The logits of all models, trained as many at a time as a study would."""
+    """Return the logits of all models, trained as many at a time as in a study."""
     answers = []
     for start in range(0, MODELS, MANY):
         seeds = list(range(start, start + MANY))

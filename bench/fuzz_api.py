@@ -1,6 +1,7 @@
-"""Public functions with one bad argument at a time: each must return, or raise an error of gradkeep.
+"""Call public functions with one bad argument at a time: each must return, or raise a GradkeepError.
 
-`./x bench fuzz_api [CALLS]` prints how many were tried, ok, refused, wrong, ugly and hung; all by default.
+`./x bench fuzz_api [CALLS]` prints the number tried, ok, refused, wrong, ugly and hung; all calls by
+default.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import api_fuzz_calls
 
 
 def main(count: int | None = None) -> int:
-    """Print the figures; 1 if anything was wrong, ugly or hung."""
+    """Print the figures; return 1 if anything was wrong, ugly or hung."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.chdir(fuzz.deep_folder(Path(folder)))

@@ -1,6 +1,6 @@
-"""Malformed command lines: each must succeed, or be refused in a sentence with a documented exit code.
+"""Run malformed command lines: each must succeed, or print an error with a documented exit code.
 
-`./x bench fuzz_cli [LINES] [SEED]` prints how many were tried, ok, refused, wrong, ugly and hung.
+`./x bench fuzz_cli [LINES] [SEED]` prints the number tried, ok, refused, wrong, ugly and hung.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import command_fuzz as fuzz
 
 PROCESSES = 25
-"""One in so many lines is run as a process of its own as well."""
+"""Every 25th line is also run in a separate process."""
 
 
 def run_process(arguments, box, patience):
-    """The same as a process that a shell would start."""
+    """Run a command line in a separate process, as a shell would."""
     import os
 
     began = time.monotonic()
@@ -44,7 +44,7 @@ def run_process(arguments, box, patience):
 
 
 def main(count: int = 4180, seed: int = 0) -> int:
-    """Print the figures; 1 if anything was wrong, ugly or hung."""
+    """Print the figures; return 1 if anything was wrong, ugly or hung."""
     fuzz.preload()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -1,13 +1,15 @@
-"""Exact products of all gradients: the whole price of the answer beside that of the question alone.
+"""Exact products of all gradients: the cost of capture and query together, and of the query alone.
 
-`./x bench graddot`: one thread, CPU time, taking turns in one run. Ours is captured to disk and asked
-from there. "whole price" is both captures and the first question after them; "question" is asked of
-what was captured before, its rows in the page cache; "cold" is the same with the files dropped from
-it and the store opened anew; "calibration" is what the first question on a new machine costs beside;
-"once" is `gk.attribute_once`, which keeps nothing, as the peers do not.
-Peers hold everything in memory: twenty lines of hooks and matrix products written for these very
-layers, torch.func with one product per parameter in batches of its best size, and captum's TracInCP.
-A ratio is a peer's price to ours, with a bar for each. Words choose models by name.
+`./x bench graddot [WORD ...]`: one thread, CPU time, alternating in one run. Words select models by
+name. Ours captures to disk and queries from there. "whole price" is both captures and the first query
+after them; "question" is a query on existing captures with their rows in the page cache; "cold" is
+the same with the files dropped from the cache and the store reopened; "once" is
+`gk.attribute_once`, which stores nothing, like the peers. Calibration, a one-time cost of the first
+query on a machine, is not included.
+
+Peers hold everything in memory: twenty lines of hooks and matrix products written for these layers,
+torch.func with one product per parameter in batches of its best size, and captum's TracInCP. A ratio
+is a peer's time over ours, with a bar for each.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ if TYPE_CHECKING:
 
 ROUNDS = 2
 BATCHES = (64, 256)
-"""Of which torch.func gets the faster one."""
+"""Batch sizes tried for torch.func; the faster one counts."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its rows, and the bars: a peer's price to our whole price, our question's, and that of once."""
+    """A model, its rows, and the bars: ratios of a peer's time to our whole price, query and
+    single run."""
 
     name: str
     net: nn.Module
@@ -52,7 +55,7 @@ class Case:
     bars: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def layers(self) -> list[str]:
-        """Linear layers and convolutions, which all of them know."""
+        """Return the linear layers and convolutions, which all peers support."""
         kinds = (nn.Linear, nn.Conv2d)
         return [name for name, layer in self.net.named_modules() if isinstance(layer, kinds)]
 
@@ -63,7 +66,8 @@ class Case:
 
 
 def multiply_with_hooks(case: Case) -> torch.Tensor:
-    """What one writes for once: factors of linear layers with one position, else whole gradients."""
+    """Multiply with hand-written hooks: factors of linear layers with one position, else
+    gradients."""
     net, modules = case.net, [case.net.get_submodule(name) for name in case.layers()]
 
     def collected(data: TensorDataset) -> list[tuple[torch.Tensor, ...]]:
@@ -181,7 +185,7 @@ def drop_from_page_cache(folder: str) -> None:
 
 @dataclass
 class OwnTimes:
-    """What ours cost, in each round."""
+    """CPU seconds of gradkeep in each round."""
 
     whole: list[float] = field(default_factory=list)
     question: list[float] = field(default_factory=list)
@@ -192,7 +196,7 @@ class OwnTimes:
 def measure_rounds(
     case: Case,
 ) -> tuple[OwnTimes, dict[str, list[float]], dict[str, torch.Tensor], int]:
-    """Everything by turns; the answers of each."""
+    """Time everything in alternating rounds; return times, answers and stored bytes."""
     peers: dict[str, Callable[[], torch.Tensor]] = {"hooks": lambda: multiply_with_hooks(case)}
     multiply_with_torch_func(case, BATCHES[0])  # whose first run also loads what all of them need
     best = min(BATCHES, key=lambda size: cpu_seconds(lambda: multiply_with_torch_func(case, size)))

@@ -1,10 +1,10 @@
-"""How true the kernel's scores are below and above 10,000 training rows, solved exactly and by a sketch.
+"""LDS of the kernel method below and above 10,000 training rows, solved exactly and by a sketch.
 
-`./x bench kernel [ROWS ...]`: MNIST digits of 14 x 14, an MLP 196-64-10, models retrained on random halves;
-for each number of rows the LDS of the exact kernel and of the one in 4,096 random dimensions, with
-95 % intervals and the CPU seconds of the question, and the share of the ceiling that they reach. The exact
-one must not be below the sketch. Of many rows both reach less: each counts for less in such a model.
-Skipped without MNIST's files.
+`./x bench kernel [ROWS ...]`: MNIST digits of 14 x 14, an MLP 196-64-10, models retrained on random
+halves. Prints for each number of rows the LDS of the exact kernel and of the one in 4,096 random
+dimensions, with 95 % intervals, the share of the ceiling and the CPU seconds of the query. The exact
+one must not be below the sketch. With many rows both have a lower LDS, because each row matters less.
+Skipped without the MNIST files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build_setting(rows: int) -> _lds_truth.Setting:
 
 
 def measure(rows: int) -> dict[str, float]:
-    """The LDS of each way."""
+    """Return the LDS of each solver."""
     settings = build_setting(rows)
     began = time.process_time()
     truth = _lds_truth.compute_truth(settings, subsets=SUBSETS, seeds=SEEDS)

@@ -1,12 +1,12 @@
 """Datamodels against other L1 solvers and a plain matrix product, in one run, CPU time.
 
-`./x bench lasso` measures all; `--quick` smaller sizes without bars; `--memory` only the fit of
-20,000 examples under 4 GiB. celer is compared if it can be imported, or if CELER_PYTHON names
-another environment's Python that can.
+`./x bench lasso` measures everything; `--quick` smaller sizes without bars; `--memory` only the fit of
+20,000 examples under 4 GiB. celer is compared if it can be imported, or if CELER_PYTHON is the Python
+of another environment that can import it.
 
-Every solver follows the same 20 penalties from lam_max to lam_max / 100, to a duality gap of 1e-4
-of half the target's variance or less. Ours solves all targets together and is given per target;
-against solvers that start from the masks our time includes the packing, counts and matrix.
+Every solver follows the same 20 penalties from lam_max to lam_max / 100, to a duality gap of at most
+1e-4 of half the target's variance. Ours solves all targets together and its time is divided by their
+number; against solvers that start from the masks it includes the packing, counts and matrix.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def standardize_columns(masks: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, n
 
 
 def bounds(z: np.ndarray, y: np.ndarray, w: np.ndarray, lam: float) -> tuple[float, float]:
-    """The objective at w, and what no objective is below, by the feasible multiple of its residual;
-    both in parts of half the variance."""
+    """Return the objective at w and a lower bound from its dual, both relative to half the
+    variance."""
     m = len(y)
     r = y - z @ w
     slope = np.abs(z.T @ r / m).max()
@@ -97,7 +97,7 @@ def bounds(z: np.ndarray, y: np.ndarray, w: np.ndarray, lam: float) -> tuple[flo
 def follow_penalties(
     masks: np.ndarray, outputs: np.ndarray
 ) -> tuple[float, float, list[np.ndarray]]:
-    """Our CPU seconds for counts and matrix, and for the path; the weights `[t, n]` along it."""
+    """Return CPU seconds for counts and matrix, for the path, and the weights `[t, n]` along it."""
     weights: list[np.ndarray] = []
 
     def visit(index: int, ids: object, lam: object, w: torch.Tensor, gap: object) -> None:
@@ -196,7 +196,7 @@ print(json.dumps(time.process_time() - start))
 
 
 def measure_celer(z: np.ndarray, y: np.ndarray) -> float | str:
-    """CPU seconds of celer for one target, or why there are none."""
+    """Return the CPU seconds of celer for one target, or the reason why it failed."""
     python = os.environ.get("CELER_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/z.npy", z)
@@ -214,7 +214,7 @@ def measure_celer(z: np.ndarray, y: np.ndarray) -> float | str:
 
 
 def measure_memory(budget: int = 4 << 30) -> Line:
-    """The fit of 20,000 examples in a process of its own: its peak against the budget."""
+    """Fit 20,000 examples in a separate process and compare its peak with the budget."""
     run = subprocess.run(
         [sys.executable, "-m", "bench.lasso", "--memory"],
         cwd=Path(__file__).parents[1],
@@ -244,8 +244,11 @@ def fit_large() -> None:
 
 
 def fit_with_sklearn(masks: np.ndarray, y: np.ndarray, *, gram: bool) -> np.ndarray:
-    """What `fit` does for one target, as it is written with sklearn in float32: a tenth of the models
-    left out, the penalty that predicts them best, then all models."""
+    """Fit one target like `fit`, with sklearn in float32.
+
+    Holds out a tenth of the models, selects the penalty that predicts them best, then fits all
+    models.
+    """
     out = np.random.default_rng(0).permutation(len(y))[: len(y) // 10]
     rest = np.setdiff1d(np.arange(len(y)), out)
 
@@ -270,7 +273,7 @@ def fit_with_sklearn(masks: np.ndarray, y: np.ndarray, *, gram: bool) -> np.ndar
 
 
 def measure_one_target(models: int, examples: int, bar: float | None) -> Line:
-    """The public `fit` of one target, choice of the penalty included, against the same by sklearn."""
+    """Compare the public `fit` of one target, with penalty selection, to the same by sklearn."""
     data = planted(models, examples, 1, large=30, tail=0.01, explained=0.6)
     y, rounds = data.outputs[:, 0], 5 if models < 5000 else 2
     fit(data.masks[:100, :20], y[:100])

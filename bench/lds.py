@@ -1,12 +1,12 @@
-"""Which attribution is true: every method's linear datamodeling score, with intervals and cost.
+"""Linear datamodeling score (LDS) of every method, with intervals and cost.
 
-`./x bench lds [SETTING ...]`: models are trained on 100 random halves of the data with 5 seeds
-each (MNIST: 60 and 3); a method is scored by how well the sums of its scores over each half rank
-what those models say of each test example, averaged over the test examples. Settings: digits,
-digits64 (larger batches and steps; most methods score lower there, and the bars are missed),
-mnist-logistic, mnist-mlp; all of them by default, MNIST where its files are there. And, when they
-are named, three language models: gpt, stories260k and large, by method, bytes a row and layers, with
-bars for what 4 and 16 KiB must keep of the score of exact EK-FAC.
+`./x bench lds [SETTING ...]`: models are trained on 100 random halves of the data with 5 seeds each
+(MNIST: 60 and 3). A method's LDS is the rank correlation between the sums of its scores over each
+half and the outputs of those models, averaged over the test examples. Settings: digits, digits64
+(larger batches and steps; most methods score lower there, and the bars are missed), mnist-logistic,
+mnist-mlp; all of them by default, MNIST if its files exist. Three language models run only when
+named: gpt, stories260k and large, by method, bytes per row and layers, with bars for the share of the
+LDS of exact EK-FAC that 4 and 16 KiB must reach.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from gradkeep.errors import GradkeepError
 RUNS = (1, 5, 10)
 SAVED_EPOCHS = (3, 4, 5, 6, 7)
 MOST_SECONDS = 60.0
-"""CPU seconds that a method but the kernel may take for ten runs, as predicted from one."""
+"""Most CPU seconds that a method except the kernel may take for ten runs, predicted from one."""
 FEW_QUERIES = 20
-"""Queries of the methods that solve for each with the model at hand."""
+"""Queries of the methods that solve a system for each query with the model."""
 BARS = {("trak", "final"): 0.50, ("kernel", "final"): 0.60, ("kernel", "epochs 3-7"): 0.70}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method as it is asked here."""
+    """A method with its checkpoints and options."""
 
     method: str
     at: str = "final"
@@ -50,7 +50,7 @@ class Row:
 
 
 def build_rows() -> list[Row]:
-    """Every method that needs nothing but a store, and the variants that are worth a line."""
+    """Return every method that needs only a store, and selected variants."""
     by_fisher = ("influence", "arnoldi")
     methods = [
         Row(method.name, "final", (("curvature", "fisher"),) if method.name in by_fisher else ())
@@ -84,16 +84,16 @@ def build_settings() -> dict[str, object]:
 
 @dataclass(frozen=True)
 class CapturedRuns:
-    """What the methods are asked in."""
+    """The captures that methods are scored on."""
 
     setting: _lds_truth.Setting
     store: gk.Store
     states: dict[str, torch.Tensor]
-    """The final weights of all runs."""
+    """Final weights of all runs."""
 
 
 def capture_runs(setting: _lds_truth.Setting, runs: int) -> CapturedRuns:
-    """A store with all that the methods may ask for; tells what capturing it cost."""
+    """Capture everything that the methods read, and print the cost."""
     trained = _lds_truth.train_full_runs(setting, runs, keep=(*SAVED_EPOCHS, setting.epochs))
     print(f"  {runs} runs on everything: {trained.accuracy:.1%} of the test examples right")
     store = gk.open(tempfile.mkdtemp(prefix="gradkeep-lds-"), durability="process")
@@ -124,7 +124,7 @@ def capture_runs(setting: _lds_truth.Setting, runs: int) -> CapturedRuns:
 
 
 def score_method(captured: CapturedRuns, row: Row, runs: int) -> tuple[np.ndarray, float]:
-    """The mean over runs of a method's scores, and the CPU seconds it took."""
+    """Return the mean scores of a method over runs, and its CPU seconds."""
     setting, store = captured.setting, captured.store
     epochs = SAVED_EPOCHS if row.at == "epochs 3-7" else (setting.epochs,)
     names = [f"epoch-{epoch:02d}" for epoch in epochs]

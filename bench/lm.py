@@ -1,14 +1,14 @@
-"""Language models: what a capture costs, what it keeps, and how bergson does on the same model.
+"""Language models: cost and size of captures, and bergson on the same model.
 
 `./x bench lm [price] [memory] [bergson] [lds]`: all of them by default.
-price: CPU time and bytes of captures of three models, exact and in 4 and 16 KiB a row, against plain
+price: CPU time and bytes of captures of three models, exact and in 4 and 16 KiB per row, against plain
 passes. `--rows N` (2000) of the compressed captures, `--rounds N` (1); `--quick` is 256 rows in
-three rounds; `--models gpt llama lora` leaves some out.
-memory: the peaks of such captures, against training with Adam.
-bergson: its default projection of 16 a side, on the same model and rows, in an environment of its
-own, which is made at first; skipped with a message where it cannot be.
-lds: how well few bytes predict retraining (`./x bench lds gpt stories260k`).
-The exit code is 1 where a bar is missed.
+three rounds; `--models gpt llama lora` selects models.
+memory: peak memory of such captures, against training with Adam.
+bergson: its default projection of 16 per side, on the same model and rows, in a separate environment
+that is created on first use; skipped with a message if that fails.
+lds: LDS by bytes per row (`./x bench lds gpt stories260k`).
+The exit code is 1 if a bar is missed.
 """
 
 from __future__ import annotations

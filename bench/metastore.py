@@ -1,10 +1,10 @@
-"""Kept gradients against MetaStore's formulas, on its kinds of models and layers.
+"""Stored gradients against MetaStore's formulas, on its kinds of models and layers.
 
-`./x bench metastore`: one thread, CPU time, all in one run. MetaStore's side is written down in
-bench/formulas.py: one query at a time and without biases, which ours include (its own front end,
-`gradkeep.compat.metastore`, leaves them out as MetaStore does). Operators multiply factors that are in
-memory already; rows "from disk" read, verify, plan and multiply. The last table says how much scores
-change by what is different on purpose. Exit code 1 if a bar is missed or an answer is wrong.
+`./x bench metastore`: one thread, CPU time, all in one run. MetaStore's side is implemented in
+bench/_metastore_formulas.py: one query at a time and without biases, which ours includes (the front
+end `gradkeep.compat.metastore` omits them as MetaStore does). Operators multiply factors that are in
+memory already; rows "from disk" read, verify, plan and multiply. The last table shows how much the
+intentional differences change scores. Exit code 1 if a bar is missed or an answer is wrong.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def load_into_memory(gradients: Gradients) -> InMemoryGradients:
 
 @dataclass
 class Report:
-    """The rows of the table as they come, and what fell short."""
+    """Prints the rows of the table, and collects missed bars."""
 
     missed: list[str] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A model and its samples, kept by both sides."""
+    """A model and its samples, captured by both sides."""
 
     store: gk.Store
     folder: Path
@@ -114,7 +114,7 @@ class Case:
     loss: Callable[..., torch.Tensor]
 
     def capture_splits(self, layers: list[str], name: str, **options: Any) -> gk.Captured:
-        """Ours, both splits; what was done for the training rows is returned."""
+        """Capture both splits with gradkeep; return the report of the training split."""
         self.capture("test", layers, name, **options)
         return self.capture("train", layers, name, **options)
 
@@ -138,7 +138,7 @@ class Case:
         formulas.collect_factors(self.trained.net, layers, batches, loss, self.folder / split)
 
     def gradients(self, name: str, layers: list[str] | None = None) -> list[Gradients]:
-        """The queries and the training rows that we kept."""
+        """Return the captured queries and training rows."""
         return [
             gk.gradients(self.store, split=split, name=name, layers=layers)
             for split in ("test", "train")
@@ -150,7 +150,7 @@ class Case:
     def compute_truth(
         self, layers: list[str], queries: int = QUERIES, rows: int = ROWS, *, biases: bool = True
     ) -> torch.Tensor:
-        """Products by restored gradients, with biases or as MetaStore's, without."""
+        """Return products of restored gradients, with biases or, like MetaStore, without."""
         total = torch.zeros(queries, rows, dtype=torch.float64)
         for layer in layers:
             train = tuple(part[:rows].double() for part in self.factors(layer, "train"))
@@ -178,7 +178,8 @@ def cpu_seconds(function: Callable[[], Any], times: int = 1) -> float:
 
 
 def time_in_turns(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[float, float]:
-    """The least CPU time of each; they take turns, and quick ones run several times a turn."""
+    """Return the least CPU time of each; they alternate, and fast ones run several times per
+    turn."""
     ours()
     repeats = max(1, min(50, round(0.02 / max(cpu_seconds(ours), 1e-5))))
     slow = [cpu_seconds(theirs)]
@@ -203,9 +204,10 @@ def compare_operator(
     slow_rows: int = ROWS,
     most: float = EXACT,
 ) -> None:
-    """The products of some layers with all training rows, from factors in memory.
+    """Compare products of some layers with all training rows, from factors in memory.
 
-    Where all rows would take MetaStore's formula minutes it gets `slow_rows`: its time is linear.
+    MetaStore's formula runs on `slow_rows` only where all rows would take minutes: its time is
+    linear.
     """
     test_rows, rows = (load_into_memory(gradients) for gradients in case.gradients(name, layers))
     engine = ProductEngine([GradientPair(test_rows, rows)], answer=0, positions=range(queries))
@@ -250,7 +252,7 @@ def compare_from_disk(
     name: str,
     most: float,
 ) -> None:
-    """Ten queries from disk; MetaStore reads the training rows again for each of them."""
+    """Compare ten queries from disk; MetaStore reads the training rows for each of them."""
     tests = {layer: case.factors(layer, "test") for layer in layers}
 
     def ours() -> torch.Tensor:
@@ -269,7 +271,7 @@ def compare_from_disk(
 
 
 def compare_collecting(report: Report, case: Case, what: str, layers: list[str]) -> None:
-    """One pass over the training rows, with writes."""
+    """Compare one pass over the training rows, with writes."""
     names = iter(range(100))
 
     def ours() -> None:
@@ -293,7 +295,7 @@ def compare_bytes(
     name: str,
     **options: Any,
 ) -> gk.Captured:
-    """Bytes on disk of a whole capture to those of MetaStore's files, and the error it brings."""
+    """Compare bytes on disk of a capture with those of MetaStore's files, and check its error."""
     report_of_capture = case.capture_splits(layers, name, **options)
     error = report.check(
         what, gk.query.dot(*case.gradients(name)).values, case.compute_truth(layers), CLOSE
@@ -315,7 +317,7 @@ def compare_bytes(
 
 
 def measure_vgg16(report: Report, folder: Path) -> dict[str, gk.Captured]:
-    """The rows of VGG16; its captures for the table of sizes."""
+    """Measure VGG16; return its captures for the table of sizes."""
     case = Case(gk.open(folder / "store"), folder, build_vgg16(ROWS, QUERIES), picture_loss)
     layers, both = ["conv1", "conv4", "conv7", "conv13", "l1"], ["conv13", "l1"]
     for split in ("train", "test"):
@@ -346,7 +348,7 @@ def measure_vgg16(report: Report, folder: Path) -> dict[str, gk.Captured]:
 
 
 def measure_bert(report: Report, folder: Path) -> dict[str, gk.Captured]:
-    """The rows of BERT; its captures for the table of sizes."""
+    """Measure BERT; return its captures for the table of sizes."""
     case = Case(gk.open(folder / "store"), folder, build_bert(ROWS, QUERIES), text_loss)
     for split in ("train", "test"):
         case.metastore_capture(FIRST + LAST, split)
@@ -380,7 +382,7 @@ def measure_bert(report: Report, folder: Path) -> dict[str, gk.Captured]:
 
 
 def capture_resnet50(folder: Path) -> dict[str, gk.Captured]:
-    """Captures of ResNet-50, for the table of sizes."""
+    """Capture ResNet-50 for the table of sizes."""
     case = Case(gk.open(folder / "store"), folder, build_resnet50(20), picture_loss)
     layers = ["model_base.layer4.2.conv2"]
     return {
@@ -398,7 +400,7 @@ def print_sizes(captures: dict[str, gk.Captured]) -> None:
 
 
 def print_differences(folder: Path) -> None:
-    """How far scores of weights alone are from those that gradkeep gives by itself."""
+    """Print how far scores of weights alone are from the default scores of gradkeep."""
     print("\nwhat MetaStore's scores change by (weights alone, its deviations of CIFAR-10)")
     whole = build_vgg16(ROWS, QUERIES)
     ours, theirs = (torch.tensor(std)[:, None, None] for std in (CIFAR_STD, METASTORE_STD))
@@ -424,7 +426,7 @@ def print_differences(folder: Path) -> None:
 
 
 def print_change(what: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    """The relative error of all scores, and how many of each query's ten highest stay."""
+    """Print the relative error of all scores, and how many of each query's top ten stay."""
     error = float((after - before).norm() / before.norm())
     tops = [scores.topk(10, dim=1).indices.tolist() for scores in (before, after)]
     same = [len({*one} & {*two}) for one, two in zip(*tops, strict=True)]

@@ -1,7 +1,7 @@
-"""How far the heuristics are from the proven optimum, on small training graphs.
+"""Compare the heuristics with the proven optimum, on small training graphs.
 
 `./x bench optimum [COUNT]`: random chains with skips and real recorded shapes of up to 25 operators,
-two budgets each; the geometric mean of the best heuristic by the optimum.
+two budgets each; the geometric mean of the ratio of the best heuristic to the optimum.
 """
 
 from __future__ import annotations

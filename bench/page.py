@@ -1,12 +1,11 @@
-"""The page with 100,000 training rows and 1,000 queries: how long every screen's requests take, and how
-much memory the server does.
+"""Web page with 100,000 training rows and 1,000 queries: request times of every screen, server memory.
 
     ./x bench page [--rows N] [--queries N]
 
-A linear model on synthetic rows is captured at two checkpoints for real, its scores are saved in the
-store (400 MB), and `gradkeep serve` is asked what the screens ask, query after query. A request that
-is answered by "still working" counts like any other, and the answer that it leads to, too. Exit code
-1 if the 95th percentile of any screen is above 300 ms, or the server ever took 500 MiB or more.
+Captures a linear model on synthetic rows at two checkpoints, saves its scores in the store (400 MB),
+and sends the requests of every screen to `gradkeep serve`, query after query. A request that is
+answered by "still working" counts like any other, and so does the final answer. Exit code 1 if the
+95th percentile of any screen is above 300 ms, or the peak memory of the server is 500 MiB or more.
 """
 
 import argparse
@@ -33,7 +32,7 @@ FEATURES, CLASSES, REPEATS = 16, 10, 40
 
 
 def build_store(folder, rows, queries):
-    """A store with captures, saved scores of all queries, an evaluation and decisions."""
+    """Build a store with captures, saved scores of all queries, an evaluation and decisions."""
     store = gk.open(folder, durability="process")
     torch.manual_seed(0)
     model = torch.nn.Linear(FEATURES, CLASSES)
@@ -73,7 +72,7 @@ def build_store(folder, rows, queries):
 
 
 def list_requests(queries):
-    """What each screen asks, a list of addresses for each of its visits."""
+    """Return the requests of each screen, a list of addresses for each visit."""
     visit = np.random.default_rng(1).permutation(queries)[:REPEATS].tolist()
     return {
         "runs": [["/api/session", "/api/runs"]] * REPEATS,
@@ -102,7 +101,7 @@ def list_requests(queries):
 
 
 def request_until_ready(connection, path, times):
-    """Ask until there is an answer; every single request is timed."""
+    """Send a request until the answer is complete; every single request is timed."""
     until = time.monotonic() + 600
     while True:
         began = time.perf_counter()
@@ -121,7 +120,7 @@ def request_until_ready(connection, path, times):
 
 
 def describe_memory(process):
-    """What the server takes now and took at most, its own and mapped from files."""
+    """Return the current and peak memory of the server, its own and mapped from files."""
     status = Path(f"/proc/{process}/status").read_text()
     sizes = {name: int(size) // 1024 for name, size in re.findall(r"(\w+):\s+(\d+) kB", status)}
     parts = ("VmRSS", "VmHWM", "RssAnon", "RssFile")
