@@ -1,8 +1,9 @@
-"""A zoo of small models with batches of odd shapes, for benches that sweep over models.
+"""A zoo of small models with batches of unusual shapes, for benchmarks that sweep over models.
 
-`zoo()` yields own models, and stock Hugging Face ones where `transformers` is installed. Each item makes a
-fresh model, its batches and a task with one loss per row. Batch patterns begin unlike they go on: one long
-document first, one step first, other sizes, as many steps as rows, other experts.
+`iter_zoo()` yields our own models, and stock Hugging Face ones if `transformers` is installed. Each item
+builds a fresh model, its batches and a task with one loss per row. The first batch of a pattern differs
+from the later ones: one long document first, one step first, other sizes, as many steps as rows, other
+experts.
 """
 
 from __future__ import annotations

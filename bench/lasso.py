@@ -278,9 +278,10 @@ def measure_one_target(models: int, examples: int, bar: float | None) -> Line:
     y, rounds = data.outputs[:, 0], 5 if models < 5000 else 2
     fit(data.masks[:100, :20], y[:100])
     ours = cpu_seconds(lambda: fit(data.masks, y, lambdas=FRACTIONS), rounds)
-    peers = []
-    for gram in (False, True):
-        peers.append(cpu_seconds(partial(fit_with_sklearn, data.masks, y, gram=gram), rounds))
+    peers = [
+        cpu_seconds(partial(fit_with_sklearn, data.masks, y, gram=gram), rounds)
+        for gram in (False, True)
+    ]
     note = (
         f"({1e3 * ours:.0f} ms against {1e3 * peers[0]:.0f} on X, {1e3 * peers[1]:.0f} on a Gram)"
     )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ROWS, QUERIES = 200, 10
 EXACT, CLOSE = 1e-5, 1e-4
-"""The largest errors of answers from float32 factors, and from 16 bit or a cut rank."""
+"""Largest errors of answers from float32 factors, and from 16 bit or a truncated rank."""
 CIFAR_STD, METASTORE_STD = (0.2470, 0.2435, 0.2616), (0.2023, 0.1994, 0.2010)
 HALF = {"encoding": "float16-scaled"}
 CUT = {"encoding": "float16-scaled", "tolerance": 1e-3}

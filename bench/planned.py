@@ -1,9 +1,9 @@
-"""Training inside a budget beside plain training and beside the best placement of checkpoints.
+"""Training inside a budget compared with plain training and with the best placement of checkpoints.
 
 `./x bench planned [MODEL ...] [--quick]`: one process, one thread. Every planned step is paired with
-a plain step next to it, each first in turn; ratios are medians of CPU times. Peaks are live bytes of
-tensors. Ends with the bars that were missed, and with 0 only if there are none. `./x bench remat` runs
-all of it too.
+an adjacent plain step, in alternating order; ratios are medians of CPU times. Peaks are live bytes of
+tensors. Prints the missed bars at the end; the exit code is 0 only if there are none.
+`./x bench remat` runs this benchmark too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BARS = {0.8: 1.10, 0.6: 1.20, 0.5: 1.25, 0.4: 1.35}
 OWN_BARS = {("unet", 0.6): 1.25, ("vgg", 0.5): 1.35}
 NO_DROP = 1.05
 PER_SAVED = 8e-6
-"""Seconds per saved tensor that stays."""
+"""Seconds per saved tensor that is not dropped."""
 CHAIN = 1500
 STEPS = 3
 
@@ -51,7 +51,7 @@ def cpu_seconds(run) -> float:
 
 
 def measure_paired_ratio(plain, other, rounds: int) -> float:
-    """The median of other / plain, each pair run back to back."""
+    """Return the median of other / plain, each pair run back to back."""
     return statistics.median(second / first for first, second in time_pairs(plain, other, rounds))
 
 
@@ -70,7 +70,8 @@ def time_pairs(plain, other, rounds: int) -> list[tuple[float, float]]:
 
 
 def measure_seconds_per_saved(rounds: int) -> float:
-    """Seconds that hooks cost per saved tensor in a step that drops nothing: tiny operators only."""
+    """Return the cost of hooks per saved tensor in a step that drops nothing, with tiny
+    operators."""
     start = torch.nn.Parameter(torch.randn(8, 8))
 
     def step():
@@ -92,7 +93,7 @@ def measure_seconds_per_saved(rounds: int) -> float:
 
 
 def measure_live_peak(step) -> int:
-    """Live bytes of a step, by a dispatch mode."""
+    """Return the peak live bytes of a step, counted by a dispatch mode."""
     recording, watch = StepRecorder(cloning=False), exclude_mode_from_compiler(RecordingMode)()
     watch.start(recording)
     try:
@@ -115,7 +116,7 @@ def make_step(work):
 
 
 def train_steps(work, state, around) -> list[torch.Tensor]:
-    """Losses, gradients, parameters, buffers and random state after a few steps of Adam."""
+    """Return losses, gradients, parameters, buffers and random state after a few steps of Adam."""
     work.model.load_state_dict(state)
     optimizer = torch.optim.Adam(work.model.parameters(), lr=1e-3)
     torch.manual_seed(1)
@@ -151,7 +152,7 @@ def measure_placements(work, step, rounds: int) -> list[Placement]:
 
 
 def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
-    """Print one model's rows; returns its ratios to checkpointing, and the bars that were missed."""
+    """Print the rows of one model; return its ratios to checkpointing, and the missed bars."""
     work = build_subject(name)
     step = make_step(work)
     step()
@@ -234,7 +235,7 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
 
 
 def replan_sampled(base, ratio: float):
-    """The same budget, with less compared of what is made again."""
+    """Return the same budget with sampled instead of full comparison of recomputed tensors."""
     settings = dataclasses.replace(base._planner.settings, budget=ratio, check="sampled")
     return gk.remat.MemoryBudget(settings, planner=base._planner.replan(settings))
 

@@ -1,8 +1,7 @@
-"""What recording costs per operator, over a dispatch mode that does nothing.
+"""Cost of recording per operator, over a dispatch mode that does nothing.
 
-Small operators, forward and backward, so that the costs are not hidden behind arithmetic. One
-process, one thread, CPU time; the two modes take turns and the median of the rounds counts.
-`./x bench recorder [--quick]`
+Small operators, forward and backward, so that arithmetic does not hide the cost. One process, one
+thread, CPU time; the two modes alternate, medians of rounds. `./x bench recorder [--quick]`
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MODELS = {
 
 
 class Empty(TorchDispatchMode):
-    """Calls the operator, no more. Without torch's wrapper against compiling, as the recorder."""
+    """Calls the operator only, without torch's guard against compiling, like the recorder."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -41,7 +40,7 @@ class Empty(TorchDispatchMode):
 
 
 class Count(TorchDispatchMode):
-    """How many operators there are."""
+    """Counts operators."""
 
     calls = 0
 

@@ -1,9 +1,10 @@
-"""The simulator against a plain transcription of the same algorithm, then training inside a budget
-against plain training, checkpoints and torch's compiler; one run, CPU time.
+"""Rematerialization: the simulator, then training inside a budget; one run, CPU time.
 
-`./x bench remat [LOG]`; by default the DenseNet-121 log of the authors at half of its peak, found
-through GRADKEEP_DATA, or else a small log of our own. `./x bench remat simulator` and
-`./x bench planned [MODEL ...]` and `./x bench compiled [MODEL ...]` run the parts alone.
+The simulator is compared with a plain transcription of the same algorithm; training with plain
+training, checkpoints and torch's compiler. `./x bench remat [LOG]`; the default log is the
+DenseNet-121 log of the DTR authors at half of its peak, from GRADKEEP_DATA, or else a small log of our
+own. `./x bench remat simulator`, `./x bench planned [MODEL ...]` and `./x bench compiled [MODEL ...]` run
+the parts alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What it costs that captures prove themselves.
+"""Cost of reruns, resumes and captures of losses.
 
-`./x bench resume [--quick]`: a rerun of a finished capture against a plain pass over its loader and against
-the capture itself, and what a resume pays for making kept rows again; and a capture of losses alone
-against a plain forward pass. MLP, CNN on 3 x 32 x 32, transformer; one thread, CPU time, medians of
-rounds that take turns.
+`./x bench resume [--quick]`: a rerun of a finished capture against a plain pass over its loader and
+against the capture itself; the cost of recomputing stored rows on resume; and a capture of losses
+alone against a plain forward pass. MLP, CNN on 3 x 32 x 32, transformer; one thread, CPU time,
+medians of alternating rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def capture_workload(work: Workload, folder: str | Path, keep: str | None = None
 
 
 def measure_proof(work: Workload, folder: str) -> float:
-    """CPU seconds for making eight rows again and comparing them."""
+    """Return the CPU seconds for recomputing eight rows and comparing them."""
     from gradkeep.capturing._resume import RecomputeCheck
 
     spent = 0.0

@@ -1,9 +1,9 @@
-"""Savers side by side: the released package, its saver in our TRAKer, a user's own, and ours.
+"""Compare savers: the released package, its saver in our TRAKer, a user's own, and ours.
 
 `./x bench savers`: the same script for each, with the same projection: load two checkpoints, featurize
-600 digits in batches, finalize, score 50. Do all rank training rows alike? Then each is killed at
-20 random moments (SIGKILL) and run again: is every row that was acknowledged still there, and are
-the scores those of a run that was left alone? One process at a time, forked from this one.
+600 digits in batches, finalize, score 50. First the rankings of training rows are compared. Then each
+is killed at 20 random times (SIGKILL) and restarted: every acknowledged row must still be there, and
+the scores must equal those of an uninterrupted run. One process at a time, forked from this one.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Contender:
-    """A package, and which saver is used in it."""
+    """A package, and the saver to use with it."""
 
     name: str
     package: Any
     saver: Any
     lossless: bool = True
-    """Whether it must lose nothing: not what writes its documents in place, as traker's does."""
+    """True if it must lose nothing; False for savers that write documents in place, like
+    traker's."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """What is scored: data, and the weights of two models."""
+    """Data and the weights of two models."""
 
     train: tuple[torch.Tensor, torch.Tensor]
     test: tuple[torch.Tensor, torch.Tensor]
@@ -113,7 +114,7 @@ def build_traker(one: Contender, folder: Path) -> Any:
 def run_pipeline(
     one: Contender, digits: Digits, folder: Path, on_batch: Callable[[], None] = lambda: None
 ) -> np.ndarray:
-    """The whole script; `told` is called when a batch of training rows was taken."""
+    """Run the whole script; `on_batch` is called after each batch of training rows."""
     t = build_traker(one, folder)
     for number, state in enumerate(digits.states):
         t.load_checkpoint(state, model_id=number)
@@ -129,7 +130,7 @@ def run_pipeline(
 
 
 def run_and_kill(one: Contender, digits: Digits, folder: Path, after: float) -> int:
-    """Run in a process of its own that is killed after so many seconds; rows it acknowledged."""
+    """Run in a child process that is killed after that many seconds; return acknowledged rows."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -150,7 +151,7 @@ def run_and_kill(one: Contender, digits: Digits, folder: Path, after: float) -> 
 
 
 def count_rows(one: Contender, folder: Path) -> int:
-    """Rows that are flagged, as a new process would see them."""
+    """Return the number of rows marked as featurized, read like a new process would."""
     if not folder.exists():
         return 0
     saver = build_traker(one, folder).saver
@@ -162,7 +163,7 @@ def count_rows(one: Contender, folder: Path) -> int:
 
 
 def resume(one: Contender, digits: Digits, folder: Path, acknowledged: int) -> tuple[int, Any]:
-    """How many acknowledged rows are gone, or cannot be reached, and the scores of a next run."""
+    """Return the number of lost or unreadable acknowledged rows, and the scores of the next run."""
     try:
         lost = max(0, acknowledged - count_rows(one, folder))
         return lost, run_pipeline(one, digits, folder)

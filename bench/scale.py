@@ -1,10 +1,10 @@
-"""What a plan at scale says, beside captures that really ran.
+"""Predictions of a plan at scale, compared with actual captures.
 
-`./x bench scale [--quick]`: an MLP's capture is planned and then made, by one worker process and by two, for
-1,000 to 100,000 rows, and the seconds are set beside each other (bar: within 20 % from 10,000 rows on, where
-starting processes is not most of it). Then the same plan is taken to a billion rows and 256 workers, with the
-costs of this disk and the assumed ones of S3. Wall time, for that is what a plan is asked for: run it on a
-quiet machine.
+`./x bench scale [--quick]`: plans and runs a capture of an MLP with one and with two worker processes, for
+1,000 to 100,000 rows, and compares the seconds (bar: within 20 % from 10,000 rows on, where starting
+processes is not most of it). Then extends the same plan to a billion rows and 256 workers, with the
+costs of this disk and the assumed ones of S3. It measures wall time, which is what a plan predicts: run
+it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure_loading(loader: torch.utils.data.DataLoader) -> float:
 def measure_capture(
     net: torch.nn.Module, loader: torch.utils.data.DataLoader, workers: int
 ) -> float:
-    """Wall seconds of a capture by so many worker processes."""
+    """Return the wall seconds of a capture by that many worker processes."""
     with tempfile.TemporaryDirectory() as place:
         began = time.perf_counter()
         gk.capture(

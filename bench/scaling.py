@@ -1,10 +1,11 @@
-"""Time and memory of every method from 1,000 to 64,000 training rows, and every way to solve the kernel.
+"""Time and memory of every method and kernel solver, from 1,000 to 64,000 training rows.
 
-`./x bench scaling [METHOD ...] [--quick]`: one thread, CPU time of the question from disk, peak memory above that of
-a process that has only imported everything; each cell in a process of its own, in 2 GiB. The rows
-are of 64 numbers, the model an MLP 64-128-64-10 with 17,226 parameters, 100 queries are asked about. What
-capturing cost stands beside it. A cell that would take longer than the limit, judged by the size before, is
-left out and named. Where several ways to solve the kernel were measured, the ranks of their scores are compared.
+`./x bench scaling [METHOD ...] [--quick]`: one thread, CPU time of the query from disk, and peak memory
+above that of a process that has only imported everything; each cell in a separate process with a
+budget of 2 GiB. Rows have 64 values, the model is an MLP 64-128-64-10 with 17,226 parameters, there
+are 100 queries. The first line is the cost of capturing. A cell that would exceed the time limit, as
+predicted from the previous size, is skipped and listed. If several kernel solvers were measured, the
+ranks of their scores are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ QUERIES, BUDGET = 100, 2 << 30
 RESIDUAL, AGREEMENT, NEEDED = 1e-4, 0.999, 20_000
 LIMIT = 150.0  # seconds of a cell
 SLOPES = {"kernel, cholesky": 3.0, "influence": 2.0, "datainf": 2.0}
-"""The power of the rows that a method's time grows by; of others 1.1."""
+"""Exponent of a method's time in the number of rows; 1.1 for all others."""
 LEAST = {"kernel, parameters": 20_000}
 
 
@@ -65,7 +66,7 @@ CELLS = (
 
 
 def draw_rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ten blurred classes in 64 numbers, some labels wrong."""
+    """Draw ten overlapping classes in 64 values, with some wrong labels."""
     centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     draws = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=draws)
@@ -76,7 +77,7 @@ def draw_rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_store(folder: Path, count: int) -> float:
-    """A store with both splits; CPU seconds of the captures."""
+    """Build a store with both splits; return the CPU seconds of the captures."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
@@ -106,7 +107,7 @@ def build_store(folder: Path, count: int) -> float:
 
 
 def measure_cell(folder: Path, name: str, out: Path) -> None:
-    """Ask in this process, and print what it took."""
+    """Run a query in this process, and print its figures as JSON."""
 
     cell = next(cell for cell in CELLS if cell.name == name)
     gk.methods()
@@ -126,7 +127,7 @@ def measure_cell(folder: Path, name: str, out: Path) -> None:
 
 
 def _bytes(what: str) -> int:
-    """A line of what the kernel tells about this process's memory."""
+    """Return a line of this process's memory status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
 
@@ -145,7 +146,7 @@ def run_subprocess(folder: Path, name: str, out: Path, limit: float) -> dict | s
 
 
 def predict_seconds(known: dict[int, dict | str], size: int, power: float) -> float:
-    """What a cell will take, judged by the last size; one that did not end there will not here."""
+    """Predict the time of a cell from the last size; infinite if that one failed."""
     if not known:
         return 0.0
     last = max(known)
@@ -205,7 +206,7 @@ def main() -> int:
 
 
 def compare_solvers(base: Path, size: int, table: dict[str, dict[int, dict | str]]) -> list[str]:
-    """Compare the ways to solve the kernel, and say what is not as it must be."""
+    """Compare the kernel solvers, and return what is out of bounds."""
     missed = []
     kernel = table.get("kernel", {}).get(size)
     if isinstance(kernel, dict):
@@ -228,7 +229,7 @@ def compare_solvers(base: Path, size: int, table: dict[str, dict[int, dict | str
 
 
 def format_cell(cell: dict | str) -> str:
-    """CPU seconds and MiB of a cell, or why there are none."""
+    """Return CPU seconds and MiB of a cell, or the error."""
     return cell if isinstance(cell, str) else f"{cell['cpu']:.2f} / {cell['bytes'] / 2**20:.0f}"
 
 

@@ -1,15 +1,15 @@
-"""The top rows of many queries over compressed rows on disk, against numpy on the same bytes.
+"""Top rows of many queries over compressed rows on disk, against numpy on the same bytes.
 
 Rows are 2 KiB of codes, in segments as `gk.capture(keep="2KiB")` writes them: 16,384 coordinates of one
 bit, or with `--group 128` the largest of each 128 coordinates in a byte. Queries are not rounded. numpy
-maps one file of all codes and goes through it by blocks, of the size that is fastest here: it unpacks bits
-and multiplies in float32, or looks bytes up in a table for each group; the largest are kept by
-argpartition. Both run in turn, in processes of their own: CPU time, peak memory, and the same ids; with
-the files in the page cache (warm), then each time with their pages dropped before (cold), CPU and wall.
+maps one file of all codes and reads it in blocks of the fastest size: it unpacks bits and multiplies
+in float32, or looks bytes up in a table for each group, and selects by argpartition. Both alternate, in
+separate processes: CPU time, peak memory, and the same ids; with the files in the page cache (warm),
+then with their pages dropped before each run (cold), CPU and wall.
 `./x bench search [--rows N] [--group 128]`
 
 `./x bench search --codes [--rows 10000000] [--kind few|slow|STORE]` finds candidates by codes of 64 bytes and
-ranks them by exact products: recall against the exact answer, seconds, bytes, what codes cost to make.
+ranks them by exact products: recall against the exact answer, seconds, bytes, and build cost of the codes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ BAR, MEMORY = 1.5, 1 << 30
 
 
 def count_coordinates(group: int) -> int:
-    """Coordinates of a row."""
+    """Return the number of coordinates per row."""
     return BYTES * (group or 8)
 
 
 def bits_schema(bits: int, count: int, group: int) -> Any:
-    """Of a capture that keeps one layer in so many bits a coordinate."""
+    """Return the schema of a capture that stores one layer in that many bits per coordinate."""
     import gradkeep.store as gs
     from gradkeep.factors._bits import Bits
     from gradkeep.factors._form import Parameter, form_to_fields
@@ -73,7 +73,7 @@ def bits_schema(bits: int, count: int, group: int) -> Any:
 
 
 def build_files(folder: Path, rows: int, group: int) -> None:
-    """A store of `rows` random rows and some queries, and the same as plain files."""
+    """Write a store of `rows` random rows and some queries, and the same as plain files."""
     import torch
 
     import gradkeep as gk
@@ -109,7 +109,7 @@ def search_with_gradkeep(folder: Path, budget: int) -> np.ndarray:
 
 
 def search_with_numpy(folder: Path, block: int, group: int, rows: int | None = None) -> np.ndarray:
-    """Ids `[Q, k]` of the largest, falling; equal ones in the order of rows."""
+    """Return the ids `[Q, k]` of the largest scores, descending; ties in row order."""
     queries, scales = np.load(folder / "queries.npy"), np.load(folder / "scales.npy")
     codes = np.memmap(folder / "codes", np.uint8, "r").reshape(-1, BYTES)[:rows]
     products = lookup_products(queries, group) if group else unpacked_products(queries, block)
@@ -156,7 +156,7 @@ def lookup_products(queries: np.ndarray, group: int) -> Callable[[np.ndarray], n
 
 
 def measure_search(what: str, folder: Path, block: int, group: int) -> None:
-    """Run in a process of its own, and print what it took."""
+    """Search in this process, and print the figures as JSON."""
     if what == "ours":
         pass  # what takes as long for any question is not the question's
     start, wall = time.process_time(), time.perf_counter()
@@ -179,7 +179,7 @@ def run_subprocess(what: str, folder: Path, block: int, group: int, *, cold: boo
 
 
 def drop_pages(folder: Path) -> None:
-    """Write all files to the disk and let their pages go: the next reader waits for the disk."""
+    """Write all files to disk and drop them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:

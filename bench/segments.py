@@ -1,8 +1,8 @@
-"""A store of a hundred thousand segments: what opening, listing, asking and checking it take.
+"""A store of a hundred thousand segments: cost of opening, listing, querying and verifying it.
 
-`./x bench segments [--segments N]`: each command in a process of its own, wall seconds and peak memory. The segments
-hold one small row each: what grows with their number is what is measured, not their bytes. Making them takes
-minutes.
+`./x bench segments [--segments N]`: each command in a separate process, wall seconds and peak memory.
+Each segment holds one small row, so that the cost depends on the number of segments, not on bytes.
+Building the store takes minutes.
 """
 
 from __future__ import annotations

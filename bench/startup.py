@@ -1,8 +1,9 @@
-"""What a command takes before and beside its answer, and the largest products against all of them.
+"""Startup time of commands, and `gk.query.top` against all products.
 
-`./x bench startup`: CPU seconds of whole processes, the least of some. `gradkeep methods` and `gradkeep why` are
-set beside a Python that only imports torch, which they cannot do without; compiled modules are in a cache, as
-after any installation. `gk.query.top` is set beside `gk.query.dot` and `topk` of its matrix, which it never holds.
+`./x bench startup`: CPU seconds of whole processes, the least of several. `gradkeep methods` and
+`gradkeep why` are compared with a Python that only imports torch, which they need; compiled modules are
+cached, as after an installation. `gk.query.top` is compared with `gk.query.dot` and `topk` of its
+matrix, which it never holds in memory.
 """
 
 from __future__ import annotations

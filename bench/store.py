@@ -1,7 +1,7 @@
 """The store against bare system calls, in one process, one thread, CPU time.
 
-Every figure is a ratio to a peer measured in turn with it, of medians over several rounds: this
-holds on a noisy machine, seconds do not. `./x bench store [--quick]`
+Every figure is a ratio to a peer measured in alternation, of medians over several rounds, because
+ratios are reproducible on a noisy machine and seconds are not. `./x bench store [--quick]`
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Line:
 
 
 def measure_ratio(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> float:
-    """Our CPU time by the peer's: medians over rounds of one of each in turn."""
+    """Return our CPU time over the peer's: medians over alternating rounds."""
     return median_ratio([(cpu_seconds(ours), cpu_seconds(peer)) for _ in range(rounds)])
 
 
@@ -217,7 +217,7 @@ def measure_mask() -> Line:
 
 
 def measure_commits(root: Path, rounds: int) -> Line:
-    """The wall time of one durable 16 KB row against a bare durable file of the same size."""
+    """Compare the wall time of one durable 16 KB row with a bare durable file of that size."""
     store = gk.open(root / "commits")
     count = 50
     rows = store.rows(

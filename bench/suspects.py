@@ -1,8 +1,8 @@
-"""Planted wrong labels on MNIST and CIFAR-10: are the noise rate and the precision where they are said to be?
+"""Planted label errors on MNIST and CIFAR-10: do the intervals of noise rate and precision hold?
 
-`./x bench suspects [--quick] [SEED ...]`: labels are flipped to any other class (5, 10, 20 %) or to the next one
-(10 %), models are trained on them, and what `gk.suspects` says is held against the flips: from
-out-of-fold probabilities, and from captures of losses early in training, of rows that the
+`./x bench suspects [--quick] [SEED ...]`: labels are flipped to any other class (5, 10, 20 %) or to the
+next one (10 %), models are trained on them, and the estimates of `gk.suspects` are compared with the
+flips: from out-of-fold probabilities, and from captures of losses early in training, of rows that the
 model was trained on. Data from GRADKEEP_DATA; one thread.
 """
 
@@ -53,7 +53,7 @@ def build_network(name: str) -> nn.Module:
 def train_epochs(
     name: str, x: torch.Tensor, y: torch.Tensor, *, epochs: int, seed: int
 ) -> list[nn.Module]:
-    """The model after every epoch."""
+    """Return the model after every epoch."""
     torch.manual_seed(seed)
     net = build_network(name).train()
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
@@ -107,7 +107,7 @@ def find_suspects_from_captures(
 
 
 def judge_suspects(suspects: Suspects, truth: np.ndarray) -> tuple[str, int, int]:
-    """A line, and how many of its two intervals hold the truth."""
+    """Return a line, how many of its intervals contain the truth, and how many there are."""
     noise = suspects.noise
     share, (low, high) = float(truth.mean()), noise.rate_interval
     line = f"{share:>6.3f} {noise.rate:>6.3f} [{low:.3f}, {high:.3f}]"

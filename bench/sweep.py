@@ -1,16 +1,17 @@
-"""Every differentiable function and every module of torch inside a budget, beside plain training.
+"""Every differentiable function and every module of torch inside a budget, compared with plain training.
 
 `./x bench sweep [NAME ...] [--quick]`: small chains around each function of `torch`, `torch.nn.functional`,
-`torch.fft`, `torch.linalg` and `torch.special`, in place where it has such a variant, real and complex,
-and around each module of `torch.nn`. Each is trained some steps plainly and inside three budgets, planned and
-online. Exact is what agrees to the bit in losses, gradients and buffers; refused is a clear error before
-the first wrong number. Ends with 0 only if all were tried, nothing is wrong and nothing ends in somebody
-else's error. The samples are those that torch tests itself with (they need the package `expecttest`).
+`torch.fft`, `torch.linalg` and `torch.special`, in place if it has such a variant, real and complex, and
+around each module of `torch.nn`. Each is trained some steps plainly and inside three budgets, planned
+and online. "exact" means equal bits in losses, gradients and buffers; "refused" means a GradkeepError
+before the first wrong number. The exit code is 0 only if everything was tried, nothing is wrong, and
+every error is a GradkeepError. The samples are those of torch's own tests (they need the package
+`expecttest`).
 
-All of it takes half an hour of one core. `--results FILE` keeps every verdict in a file of JSON lines and
-goes on where an earlier run with the same code and options stopped; `--minutes M` stops after M minutes; the
-table at the end is of the whole file. A subject that ended the process is tried once more, then counts as
-crashed.
+The full sweep takes half an hour on one core. `--results FILE` stores every verdict in a file of JSON
+lines and continues an earlier run with the same code and options; `--minutes M` stops after M minutes;
+the table at the end covers the whole file. A subject that ended the process is tried once more, then
+counts as crashed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MOST_ELEMENTS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A step to train: `make` gives parameters and a function from a step's number to a loss."""
+    """A training step: `make` returns parameters and a function from a step number to a loss."""
 
     name: str
     make: Callable[[], tuple[list[torch.Tensor], Callable[[int], torch.Tensor]]]
@@ -56,14 +57,14 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a subject did in one budget and mode."""
+    """Result of a subject in one budget and mode."""
 
     name: str
     mode: str
     budget: float
     kind: str
-    """`exact`, `refused`, `wrong`, `ugly`, `crashed`, or `skipped` where plain training differs from
-    itself."""
+    """`exact`, `refused`, `wrong`, `ugly`, `crashed`, or `skipped` if plain training is not
+    repeatable."""
     dropped: bool
     detail: str = ""
 
@@ -75,7 +76,7 @@ def is_number(value: Any) -> bool:
 
 
 def build_step(function: Callable[..., Any], sample: Any, *, in_place: bool = False) -> Any:
-    """A step with a function in the middle: its inputs are made from leaves, its results go on."""
+    """Build a step around a function: its inputs are computed from leaves, its results are used."""
     values = (sample.input, sample.args, sample.kwargs)
     leaves: list[torch.Tensor] = []
 
@@ -112,7 +113,7 @@ class _Leaf:
 
 
 def reduce_to_loss(out: Any) -> torch.Tensor:
-    """A number that depends on every differentiable result, with saved tensors on the way."""
+    """Return a number that depends on every differentiable result, through saved tensors."""
     loss = torch.zeros(())
     for value in tree_leaves(out):
         if not is_number(value) or not value.requires_grad:
@@ -206,7 +207,7 @@ Numbers = list[tuple[torch.Tensor | None, ...]]
 
 
 def train(subject: Subject, budget: Any) -> Numbers:
-    """Losses, gradients and buffers of each step."""
+    """Return losses, gradients and buffers of each step."""
     torch.manual_seed(0)
     tensors, step = subject.make()
     history: Numbers = []
@@ -233,7 +234,7 @@ def train(subject: Subject, budget: Any) -> Numbers:
 
 
 def find_difference(first: Numbers, second: Numbers) -> str:
-    """What differs first, to the bit; nothing if all agrees."""
+    """Describe the first difference in bits; empty if all are equal."""
     for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if (a is None) != (b is None):
@@ -253,7 +254,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def judge(subject: Subject, budgets: tuple[float, ...], modes: tuple[str, ...]) -> list[Verdict]:
-    """A subject in all budgets and modes."""
+    """Judge a subject in all budgets and modes."""
     try:
         plain, repeated = train(subject, None), train(subject, None)
     except Exception as error:
@@ -296,14 +297,14 @@ def judge_budget(subject: Subject, plain: Numbers, mode: str, ratio: float) -> V
 
 @dataclass(slots=True)
 class Results:
-    """Verdicts so far, on disk as soon as they are there if there is a file."""
+    """Verdicts so far, written to a file at once if there is one."""
 
     path: Path | None
     verdicts: dict[str, list[Verdict]] = field(default_factory=dict)
     begun: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def open(self, made_by: str) -> None:
-        """Read what an earlier run left; refuses results of other code or options."""
+        """Read the verdicts of an earlier run; refuse those of other code or options."""
         if self.path is None:
             return
         if not self.path.exists():
@@ -319,13 +320,13 @@ class Results:
                 self.verdicts[line["name"]] = [Verdict(**one) for one in line["verdicts"]]
 
     def is_pending(self, name: str) -> bool:
-        """Whether a subject is still to be tried."""
+        """Return True if a subject has no verdict yet."""
         if name not in self.verdicts and self.begun[name] >= 2:
             self.add(name, [Verdict(name, "", 0, "crashed", False, "the process ended")])
         return name not in self.verdicts
 
     def begin(self, name: str) -> None:
-        """Note a subject before it is tried, in case that nothing comes after."""
+        """Record a subject before it is tried, in case the process ends."""
         self._write({"begins": name})
 
     def add(self, name: str, verdicts: list[Verdict]) -> None:
@@ -346,7 +347,7 @@ def format_verdict(verdict: Verdict) -> str:
 
 
 def code_digest() -> str:
-    """Of everything that verdicts depend on."""
+    """Return a digest of everything that verdicts depend on."""
     digest = hashlib.sha256(torch.__version__.encode())
     for file in sorted(Path(gk.__file__).parent.joinpath("remat").rglob("*.py")):
         digest.update(file.read_bytes())
@@ -391,7 +392,7 @@ def main(arguments: list[str]) -> int:
 
 
 def summary(verdicts: list[Verdict], remaining: int) -> int:
-    """Print counts, reasons and everything bad; 0 if there is none of it and nothing is left."""
+    """Print counts, reasons and all failures; return 0 if there are none and nothing remains."""
     counts = collections.Counter(
         (one.mode or "plain", one.kind + " with drops" * one.dropped) for one in verdicts
     )

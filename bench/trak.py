@@ -1,9 +1,9 @@
-"""TRAK with the released package and with its front end here: speed, error, and whether it is true.
+"""TRAK with the released package and with our front end: speed, projection error and LDS.
 
 `./x bench trak`: one thread, CPU time, all in one run. The same script runs twice, only the import
 differs: load a checkpoint, featurize 1,297 digits, finalize, score 500, with the same model and
-k = 2048. Then how far projected inner products are off, against a dense Rademacher matrix; then
-the linear datamodeling score of both, as they come and with the ridge that suits each best.
+k = 2048. Then the error of projected inner products, against a dense Rademacher matrix; then the
+linear datamodeling score of both, with the default and with the best ridge of each.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ CHECKPOINTS = 3
 SUBSETS, SEEDS = 100, 3
 SPEED, ERROR = 50.0, 1.1
 NOISE = 0.005
-"""By how much the score differs from one random projection to the next, about."""
+"""Approximate difference of the score between two random projections."""
 RIDGES = (0.3, 1.0, 3.0, 10.0)
-"""What ridges are chosen from, by the very truth they are held to."""
+"""Ridges to select from, by the same truth that they are evaluated on."""
 
 
 def import_released() -> Any:
-    """The released package: installed, or fetched without its dependencies into a folder of its own."""
+    """Import the released package: installed, or fetched without dependencies into a separate
+    folder."""
     if importlib.util.find_spec("trak") is None:
         folder = Path(tempfile.gettempdir()) / "gradkeep-bench-traker-0.3.2"
         if not (folder / "trak").exists():
@@ -54,7 +55,7 @@ def import_released() -> Any:
 def run_pipeline(
     package: Any, setting: _lds_truth.Setting, states: list[dict[str, torch.Tensor]], folder: str
 ) -> Any:
-    """What a script does, whichever package it imports."""
+    """Run the script of a user with either package."""
     net = setting.make()
     traker = package.TRAKer(
         model=net,
@@ -90,7 +91,8 @@ def time_call(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any
 
 
 def score_with_ridge(traker: Any, relative: float) -> np.ndarray:
-    """Scores `[m, n]` with another ridge, from what was kept: the released formulas in float64."""
+    """Return scores `[m, n]` with another ridge from stored features: the released formulas in
+    float64."""
     saver = traker.saver
     total, weights = 0.0, 0.0
     for number in range(CHECKPOINTS):
@@ -109,7 +111,8 @@ def score_with_ridge(traker: Any, relative: float) -> np.ndarray:
 def measure_errors(
     setting: _lds_truth.Setting, state: dict[str, torch.Tensor], draws: int = 5
 ) -> list[float]:
-    """Root mean squares of (estimate - true) / (|x| |y|) over pairs: ours, and Rademacher's."""
+    """Return root mean squares of (estimate - true) / (|x| |y|) over pairs: ours, and
+    Rademacher's."""
     net = setting.make()
     net.load_state_dict(state)
     task = ours.modelout_functions.ImageClassificationModelOutput()
@@ -133,7 +136,7 @@ def measure_errors(
 def compare(
     theirs: Any, setting: _lds_truth.Setting, states: list[dict[str, torch.Tensor]], root: str
 ) -> Any:
-    """Both pipelines in turn; the ratio of their CPU times and both trakers."""
+    """Run both pipelines in turn; return the ratio of their CPU times and both trakers."""
     size = sum(value.numel() for value in states[0].values())
     run_pipeline(
         ours, setting, states[:1], tempfile.mkdtemp(dir=root)

@@ -1,10 +1,10 @@
-"""Two worker processes against one: seconds of a capture of ResNet-20, and whether the bytes are equal.
+"""Two worker processes against one: seconds of a capture of ResNet-20, and equality of the bytes.
 
-`./x bench workers [WORKERS]`: one thread for each process; wall time, as that is what workers save, so the
-figure needs as many quiet cores as workers. The load of the machine is told beside it, and the bar holds
-only where that is low. All is counted: starting processes, importing torch, proving layers again, sealing;
-what these take is the same for few rows and for many. One process writes rows beside making others, and so
-keeps more than one core busy: its CPU time spread over all cores is what workers cannot be faster than.
+`./x bench workers [WORKERS]`: one thread per process; wall time, because that is what workers save, so
+the figure needs as many quiet cores as workers. The load of the machine is printed, and the bar applies
+only if it is low. Everything is included: starting processes, importing torch, proving layers in each
+process, sealing; these costs do not depend on the number of rows. A single process writes rows while it
+computes others, and so uses more than one core: its CPU time divided by the cores limits the speedup.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def hash_segments(folder: str) -> dict[str, str]:
 def measure_capture(
     net: torch.nn.Module, batches: list, folder: str, **options: int
 ) -> tuple[float, float]:
-    """Seconds on the wall, and of CPU by all processes."""
+    """Return the wall seconds, and the CPU seconds of all processes."""
     started, before = time.perf_counter(), cpu_of_all()
     task = gk.Classification()
     gk.capture(folder, net, batches, task=task, split="train", progress=False, **options)
@@ -48,7 +48,7 @@ def cpu_of_all() -> float:
 
 
 def compare(net: torch.nn.Module, rows: int, workers: int) -> tuple[float, bool]:
-    """How many times as fast the workers are, and whether they left the same bytes."""
+    """Return the speedup by workers, and True if the bytes are equal."""
     batches = load_pictures(rows, BATCH)
     # One folder after the other: what fills memory with files slows what comes after it.
     with tempfile.TemporaryDirectory() as one:

@@ -1,9 +1,9 @@
-"""Captures and recordings of a zoo of models in odd batches, row by row against autograd in float64.
+"""Captures and recordings of a zoo of models in unusual batches, row by row against autograd in float64.
 
-`./x bench zoo [WORD ...] [--capture] [--recording] [--own]`: every model of `bench/_zoo_models.py` with every
-one of its batch patterns. Exact is a row whose gradient agrees with autograd's of that row alone to 1e-5 of
-its length; refused is a `GradkeepError`; anything else is wrong or a bare error, and ends the bench with 1.
-Words choose items by name. Takes about 10 minutes of one core.
+`./x bench zoo [WORD ...] [--capture] [--recording] [--own]`: every model of `bench/_zoo_models.py` with
+each of its batch patterns. A row is exact if its gradient agrees with autograd's of that row alone to
+1e-5 of its length; refused is a `GradkeepError`; anything else is wrong or a bare error, and the exit
+code is 1. Words select items by name. Takes about 10 minutes on one core.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an item did in one way of keeping gradients."""
+    """Result of an item with one method of storing gradients."""
 
     kind: str
     detail: str = ""
@@ -49,7 +49,7 @@ def count_rows(batch: Batch) -> int:
 
 
 def compute_true_gradients(item: ZooItem, batches: list[Batch]) -> Gradients:
-    """Autograd's gradients of every row, run alone."""
+    """Return autograd's gradients of every row, run alone."""
     model = item.make().double()
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients_by_name: dict[str, list[torch.Tensor]] = {name: [] for name in weights}
@@ -87,7 +87,7 @@ METHODS: dict[str, Any] = {"capture": capture_item, "recording": record_item}
 
 
 def judge_item(item: ZooItem, method: str, batches: list[Batch], truth: Gradients) -> Verdict:
-    """Keep the gradients of an item, read them back and compare."""
+    """Store the gradients of an item, read them back and compare."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             METHODS[method](item, batches, folder)

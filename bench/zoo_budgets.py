@@ -1,19 +1,19 @@
-"""Every model of the zoo inside memory budgets, beside plain training.
+"""Every model of the zoo inside memory budgets, compared with plain training.
 
-`./x bench zoo_budgets [NAME ...] [--results FILE]`: own and stock Hugging Face models (`_zoo_models.py`), each
-with batches of three shapes in turn, trained with dropout and AdamW in three budgets, planned (the default
-mode) and online. Counted are
+`./x bench zoo_budgets [NAME ...] [--results FILE]`: own and stock Hugging Face models (`_zoo_models.py`),
+each with batches of three shapes in turn, trained with dropout and AdamW in three budgets, planned (the
+default mode) and online. The outcomes are
 
-- bitwise: losses, gradients, parameters and buffers are those of plain training;
-- refused: an error of gradkeep before the first wrong number; below the floor of a budget the model is tried
-  once more at the floor;
-- wrong: other numbers;
-- silent: more live bytes than the budget without a `BudgetWarning`, counted by a mode of the bench's own;
-- bare: an error that is not gradkeep's;
+- bitwise: losses, gradients, parameters and buffers equal those of plain training;
+- refused: a GradkeepError before the first wrong number; a model whose floor is above the budget is
+  tried once more at the floor;
+- wrong: different numbers;
+- silent: more live bytes than the budget without a `BudgetWarning`, counted by a separate dispatch mode;
+- bare: an error that is not a GradkeepError;
 - crashed: the process ended.
 
-Models run in subprocesses, many in one; whichever runs when one ends is counted as crashed. Ends with 0 only
-if nothing is wrong, silent, bare or crashed.
+Models run in subprocesses, many in one; the model that was running when a subprocess ended counts as
+crashed. The exit code is 0 only if nothing is wrong, silent, bare or crashed.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ RATIOS = (0.8, 0.6, 0.4)
 STEPS, WATCHED = 12, 3
 """Three shapes are recorded three times each; the last steps are counted by the bench."""
 REPEATS = 8
-"""Times that the rows of each batch are repeated: activations should matter beside parameters."""
+"""Repetitions of the rows of each batch, so that activations matter beside parameters."""
 BAD = ("wrong", "silent", "bare", "crashed")
 Numbers = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a model did in one mode and budget."""
+    """Result of a model in one mode and budget."""
 
     name: str
     mode: str
@@ -68,7 +68,7 @@ class Verdict:
     kind: str
     detail: str = ""
     floor: bool = False
-    """The budget was below the floor: this is how it did there."""
+    """True if the budget was below the floor and this is the result at the floor."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What training leaves, and the most bytes of its last steps."""
+    """Final numbers of a training, and the peak bytes of its last steps."""
 
     numbers: Numbers
     peak: int
@@ -158,7 +158,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 @dataclass(slots=True)
 class Judge:
-    """Judges one model; what it does at its floor is found once."""
+    """Judges one model; the result at its floor is computed once."""
 
     item: ZooItem
     plain: Trained
@@ -186,7 +186,7 @@ class Judge:
 
 
 def find_floor(item: ZooItem, mode: str) -> int:
-    """The least budget for which there is a plan of every batch."""
+    """Return the least budget that has a plan for every batch."""
     probe = gk.memory_budget(1.0, mode=mode, effort=0.02, min_size=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -221,7 +221,8 @@ def judge_budget(
 
 
 def iter_items(names: list[str]) -> Iterator[ZooItem]:
-    """One item of each model, with the last of its patterns: the first is often the plainest."""
+    """Iterate over one item of each model, with its last pattern: the first is often the
+    plainest."""
     from bench._zoo_models import iter_zoo
 
     chosen = {item.model: item for item in iter_zoo()}
@@ -231,7 +232,7 @@ def iter_items(names: list[str]) -> Iterator[ZooItem]:
 
 
 def run_worker(names: list[str], done: set[str], only: list[str]) -> None:
-    """Judge what is left, one line of JSON for each beginning and each verdict."""
+    """Judge the remaining models; print a JSON line for each start and each verdict."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
@@ -302,7 +303,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def iter_verdicts(names: list[str], model_names: list[str], done: set[str]) -> Iterator[Verdict]:
-    """Start a worker on what is left; if it dies, whatever had begun is counted as crashed."""
+    """Start a worker on the remaining models; if it dies, the model it was running has crashed."""
     state = Path(f"/tmp/zoo_budgets-{time.time_ns()}.json")
     state.write_text(json.dumps({"done": sorted(done), "only": model_names}))
     command = [sys.executable, "-m", "bench.zoo_budgets", *names, "--work", str(state)]
@@ -325,7 +326,7 @@ def iter_verdicts(names: list[str], model_names: list[str], done: set[str]) -> I
 
 
 def report_bad(one: Verdict) -> Verdict:
-    """Print it if it is bad."""
+    """Print the verdict if it is bad."""
     if one.kind in BAD:
         print(format_verdict(one), flush=True)
     return one
@@ -337,7 +338,7 @@ def format_verdict(one: Verdict) -> str:
 
 
 def summary(verdicts: list[Verdict]) -> int:
-    """Print counts and reasons; 0 if there is nothing bad."""
+    """Print counts and reasons; return 0 if there is nothing bad."""
     for mode in (*MODES, ""):
         kinds = collections.Counter(
             one.kind + (" at the floor" if one.floor else "")
