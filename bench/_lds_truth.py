@@ -87,7 +87,7 @@ def build_mnist(kind: str) -> Setting:
         images = torch.stack([torch.as_tensor(row[0]).float().flatten() for row in rows])
         parts.append((images, torch.tensor([int(row[1]) for row in rows])))
     make = mlp(784, 128, 64) if kind == "mlp" else mlp(784)
-    # Fewer at a time than of digits: weights, gradients and momenta of 50 leave the cache.
+    # Fewer at a time than for digits: weights, gradients and momenta of 50 do not fit into the cache.
     return Setting(f"MNIST {kind}", parts[0], parts[1], make, models_at_a_time=20)
 
 

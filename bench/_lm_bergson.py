@@ -102,8 +102,8 @@ def compare_prices(rows: int, rounds: int) -> bool:
         }
     for name, rounds_of_side in ratios.items():
         print(
-            f"  {name:8} {taken[name]:>8,.0f} bytes a row, captured at {statistics.median(rounds_of_side):.2f} x "
-            f"of a plain pass, {QUERIES} queries scored in {scoring[name]:.2f} CPU s"
+            f"  {name:8} {taken[name]:>8,.0f} bytes per row, captured at {statistics.median(rounds_of_side):.2f} x "
+            f"a plain pass, {QUERIES} queries scored in {scoring[name]:.2f} CPU s"
         )
     spent = (
         _lm_price.measure_basis_seconds(net, batches[:8], KEEP) * share / statistics.median(plains)
@@ -182,17 +182,17 @@ def compare_lds() -> bool:
         their_scores = [_lm_truth.compute_lds(values, truth) for values in scores.values()]
         default, best = their_scores[0], max(their_scores, key=lambda score: score.mean)
         for name, score in zip(scores, their_scores, strict=True):
-            print(f"    {name:44} {taken:>7,.0f} bytes a row  {score}", flush=True)
+            print(f"    {name:44} {taken:>7,.0f} bytes per row  {score}", flush=True)
         streamed = _lm_truth.compute_lds(
             score_with_streamed_ekfac(net, setting.train, setting.queries), truth
         )
         print(
-            f"    {'bergson, EK-FAC, rows read again to answer':44} {0:>7,} bytes a row  {streamed}"
+            f"    {'bergson, EK-FAC, rows reread per query':44} {0:>7,} bytes per row  {streamed}"
         )
         for keep in (int(taken) // 4, KEEP):
             score, size = score_with_gradkeep(net, truth, keep)
             more = score.minus(default)
-            line = f"    {f'ours, keep={keep!r}':44} {size:>7,.0f} bytes a row  {score}"
+            line = f"    {f'ours, keep={keep!r}':44} {size:>7,.0f} bytes per row  {score}"
             line += f"; above its default: {more}, above its best: {score.minus(best)}"
             if keep != KEEP:
                 few = more.mean < LDS_MARGIN or size > taken / 4
@@ -290,7 +290,7 @@ def _write_inputs(
         _dataset(tokens).save_to_disk(str(folder / name))
     common = {
         "model": str(folder / "model"),
-        # It refuses batches of more tokens than the model has positions.
+        # bergson refuses batches with more tokens than the model has positions.
         "token_batch_size": net.config.n_positions,
         "data": DataConfig(dataset=str(folder / "train")),
     }

@@ -45,11 +45,11 @@ def install_bergson() -> Path:
     if not stamp.exists():
         print(f"\ninstalling bergson {VERSION} into {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        # The build of torch that both sides are then measured with.
+        # Both sides are measured with the same build of torch.
         pinned = f"torch=={torch.__version__.partition('+')[0]}"
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*install, pinned, f"bergson=={VERSION}", *NEEDED], check=True)
-        # It names them and needs neither; no build of theirs matches the CPU builds of torch.
+        # bergson requires these but does not use them; no builds match the CPU builds of torch.
         unused = ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio"]
         subprocess.run([str(python), "-m", "pip", *unused], check=True)
         stamp.touch()

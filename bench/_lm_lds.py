@@ -78,7 +78,7 @@ def print_table(name: str, truth: _lm_truth.Truth) -> bool:
                     line += f"  {verdict} {bar:.0%}; {below} of exact"
                     missed |= shares[0] < bar
             if row.size is not None and row.bytes > gk.Keep(row.size).row_bytes:
-                line += "  MISSES the bytes that were said"
+                line += "  MISSES the requested bytes"
                 missed = True
             print(line, flush=True)
     return missed
@@ -105,7 +105,7 @@ def layer_choices(truth: _lm_truth.Truth) -> dict[str, list[str]]:
     attention = list(truth.setting.attention)
     return {
         "without attention": [f"!{name}" for name in (*attention, truth.setting.norms)],
-        "attention alone": attention,
+        "attention only": attention,
         "all layers": ["*"],
     }
 

@@ -36,7 +36,7 @@ memory."""
 ROWS = 2000
 """Rows that the bars refer to: with fewer rows, the basis is a larger share of the price."""
 PRICE, EXACT_PRICE, MEMORY = 1.3, 2.0, 1.3
-"""The bars, relative to a plain forward and backward pass, and to training with Adam."""
+"""Bars relative to a plain forward and backward pass, and to training with Adam."""
 
 
 def build_gpt() -> nn.Module:
@@ -212,11 +212,11 @@ def compare_prices(name: str, rows: int, rounds: int) -> bool:
         promised = float("inf") if keep == "exact" else gk.Keep(keep).row_bytes
         large = price.row_bytes > promised
         print(
-            f"  keep={keep:6} {price.rows:>5} rows: {price.ratio:.2f} x of a plain pass "
+            f"  keep={keep:6} {price.rows:>5} rows: {price.ratio:.2f} x a plain pass "
             f"[{price.least:.2f}, {price.most:.2f}], {price.basis:.2f} of it for the basis;"
             f" {price.ratio_of_bar_rows:.2f} for {ROWS} rows {'MISSES' if late else 'reaches'} {bar};"
-            f" {price.row_bytes:,.0f} bytes a row"
-            f"{' MISSES what was said' if large else ''}",
+            f" {price.row_bytes:,.0f} bytes per row"
+            f"{' MISSES the requested bytes' if large else ''}",
             flush=True,
         )
         missed |= late or large

@@ -474,7 +474,7 @@ class StoryTokens:
             if best is None or joined[best] not in self.scores:
                 break
             parts[best : best + 2] = [joined[best]]
-        # Signs that are no tokens are spelled in bytes, which stand behind three special tokens.
+        # Characters that are not tokens are encoded as bytes, which follow three special tokens.
         return [
             number
             for part in parts

@@ -50,7 +50,7 @@ def build_vgg16(rows: int, queries: int) -> TrainedModel:
             pairs = [images[int(at)] for at in chosen]
             parts.append((torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])))
     else:
-        print("no CIFAR-10: pictures are noise")
+        print("CIFAR-10 not found: using noise")
         parts = [
             (
                 torch.randn(count, 3, 32, 32, generator=order),
@@ -78,7 +78,7 @@ def build_bert(rows: int, queries: int) -> TrainedModel:
         chosen = torch.randperm(len(texts), generator=order)[: rows + queries]
         whole, vocabulary = texts[chosen], len(texts.vocabulary)
     else:
-        print("no AG News: texts are random words")
+        print("AG News not found: using random words")
         count, vocabulary = rows + queries, 10_000
         whole = {
             "input_ids": torch.randint(4, vocabulary, (count, LENGTH), generator=order),

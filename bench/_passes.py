@@ -104,7 +104,7 @@ def build_workloads(scale: float = 1.0) -> list[Workload]:
     images, words = gk.Classification(), gk.LanguageModeling()
     return [
         Workload("MLP 784-256-256-10", mlp.eval(), images, DataLoader(digits, 256)),
-        Workload("MLP, own data set", mlp.eval(), images, DataLoader(ItemDataset(digits), 256)),
+        Workload("MLP, item data set", mlp.eval(), images, DataLoader(ItemDataset(digits), 256)),
         Workload("CNN 3x32x32", cnn.eval(), images, DataLoader(rows(3000, 3, 32, 32), 128)),
         Workload(
             "transformer T=64",

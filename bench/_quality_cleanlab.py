@@ -18,8 +18,8 @@ import numpy as np
 from cleanlab.filter import find_label_issues
 from cleanlab.rank import get_label_quality_scores
 
-given = np.load(sys.argv[1])
-p, labels = given["probabilities"], given["labels"]
+arrays = np.load(sys.argv[1])
+p, labels = arrays["probabilities"], arrays["labels"]
 listed = find_label_issues(labels, p, return_indices_ranked_by="self_confidence", n_jobs=1)
 np.savez(sys.argv[2], listed=listed, quality=get_label_quality_scores(labels, p, method="self_confidence"))
 """
@@ -35,7 +35,7 @@ def rank_rows(
         print(f"cleanlab: skipped, cleanlab {VERSION} cannot be installed here ({error})")
         return None
     with tempfile.TemporaryDirectory(prefix="gradkeep-") as place:
-        inputs, results = Path(place) / "asked.npz", Path(place) / "told.npz"
+        inputs, results = Path(place) / "inputs.npz", Path(place) / "results.npz"
         np.savez(inputs, probabilities=probabilities, labels=labels)
         subprocess.run([str(python), "-c", SCRIPT, str(inputs), str(results)], check=True)
         with np.load(results) as archive:

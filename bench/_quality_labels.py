@@ -127,7 +127,7 @@ def evaluate_labels(name: str, data: LabelSetting, *, seeds: int, runs: int = 3)
     else:
         quality, listed = theirs
         measures["cleanlab self-confidence (peer)"] = quality
-        # Its list first, in its order; the others behind, by the same score.
+        # The rows of find_label_issues first, in its order; then the others by the same score.
         ahead = np.zeros(len(y))
         ahead[listed] = 1
         measures["cleanlab find_label_issues, then the rest (peer)"] = ahead + quality / 2
@@ -239,7 +239,7 @@ def compare_removals(
     with_outputs = dataclasses.replace(recipe, output=_margins_and_hits(data.test), falling=False)
     lines, failed = [], False
     for what, first in (("margin", 0), ("test accuracy", count)):
-        # The second time the models are there.
+        # The second call reuses the trained models.
         queries = range(first, first + count)
         gain = verify_rows(
             suspects, with_outputs, store=store, queries=queries, seeds=seeds, workers=0

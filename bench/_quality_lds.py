@@ -127,7 +127,7 @@ def compute_uncertainty(setting: _lds_truth.Setting, state: dict[str, torch.Tens
             weights = {name: values[number] for name, values in state.items()}
             right = functional_call(net, weights, (x,)).softmax(1).gather(1, y[:, None])
             total += 1 - right[:, 0].double()
-    # Never 0, even of a row that every model is sure of: it is a variance, too.
+    # Never 0, because it is used as a variance.
     return np.clip((total / count).numpy(), 1e-6, 1)
 
 

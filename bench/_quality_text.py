@@ -70,7 +70,7 @@ def gpt(full: bool) -> Section:
 def evaluate_language_model(name: str, setting: _lm_truth.Setting, *, bars: bool) -> Section:
     """Evaluate methods on one run on all rows; the ground truth is cached."""
     retrained = _lm_truth.compute_truth(setting)
-    # A smaller loss is a better answer.
+    # Outputs must increase with quality, so the losses are negated.
     truth = GroundTruth(name, retrained.masks, -retrained.losses)
     place = tempfile.mkdtemp(prefix="gradkeep-")
     store = gk.open(place, durability="process")

@@ -163,7 +163,7 @@ def measure_codes(rows: int, folder: Path | None, kind: str, threads: int) -> in
         elif is_new:
             write_repeated_rows(kind, base, rows)
         print(
-            f"{rows:,} rows, {kind}: there after {time.perf_counter() - started:.0f} s", flush=True
+            f"{rows:,} rows, {kind}: ready after {time.perf_counter() - started:.0f} s", flush=True
         )
         return _report(rows, base, threads)
     finally:
@@ -176,7 +176,7 @@ def _report(rows: int, base: Path, threads: int) -> int:
 
     built = _run_subprocess("build", base, threads)
     print(
-        f"codes of {SMALL} B made in {built['wall']:.0f} s of wall, {built['cpu']:.0f} s of CPU, peak "
+        f"codes of {SMALL} B built in {built['wall']:.0f} s of wall, {built['cpu']:.0f} s of CPU, peak "
         f"memory {built['peak'] >> 20} MiB; {built['share']:.2f} of squared lengths; "
         f"{rows * SMALL / 1e6:.0f} MB for {rows * BYTES / 1e9:.1f} GB",
         flush=True,
@@ -193,7 +193,7 @@ def _report(rows: int, base: Path, threads: int) -> int:
         print(
             f"{name}: codes read in {figures['ready']:.2f} s; the first query {wall[0]:.2f} s of wall, then "
             f"{np.median(wall[1:]):.2f} (slowest {wall[1:].max():.2f}), {np.median(cpu[1:]):.2f} s of CPU; "
-            f"asked again {np.median(np.array(figures['again'])[:, 0]):.2f} s; {len(shares)} at once "
+            f"repeated {np.median(np.array(figures['again'])[:, 0]):.2f} s; {len(shares)} at once "
             f"{figures['together']:.2f} s; peak memory {figures['peak'] >> 20} MiB"
         )
     usual = float(np.median(np.array(warm["first"])[1:, 0]))

@@ -154,7 +154,7 @@ def routed(*chosen: list[int]) -> Callable[[], list[Batch]]:
     )
 
 
-# Models with a forward of their own.
+# Models with a custom forward.
 
 
 class FunctionModule(nn.Module):

@@ -58,7 +58,7 @@ class Case:
         for x, y in self.batches:
             self.net.zero_grad()
             logits = self.net(x)
-            if logits.dim() == 3:  # every token has its label beside it
+            if logits.dim() == 3:  # labels are given for every token
                 logits, y = logits.flatten(0, 1), y.flatten()
             F.cross_entropy(logits, y).backward()
         self.net.zero_grad()
@@ -85,7 +85,7 @@ def split_batches(x: torch.Tensor, y: torch.Tensor, batch: int) -> Batches:
 def load_pictures(count: int, batch: int) -> Batches:
     path = DATA / "cifar10" / "cifar10_10k_2k.npz"
     if not path.exists():
-        print("no CIFAR-10 here: noise in its place")
+        print("CIFAR-10 not found: using noise")
         return draw_batches(count, batch, 3, 32, 32)
     data = dataset("cifar10", path)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(1))[:count]

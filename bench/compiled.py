@@ -58,7 +58,7 @@ def compute_gradients(work, step) -> list[torch.Tensor]:
 def describe_difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> str:
     if all(map(torch.equal, ours, plain)):
         return "bitwise"
-    # Of all numbers together: a bias before a normalization has a gradient of rounding errors alone.
+    # Over all values: the gradient of a bias before a normalization is only rounding errors.
     apart = sum(float((a - b).double().square().sum()) for a, b in zip(ours, plain, strict=True))
     whole = sum(float(b.double().square().sum()) for b in plain)
     return f"off by {(apart / whole) ** 0.5:.0e}"
@@ -66,13 +66,16 @@ def describe_difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> 
 
 def measure(name: str) -> None:
     work = build_subject(name)
-    step, beside = make_step(work), make_step(build_subject(name))  # the second stays as it is
+    step, beside = (
+        make_step(work),
+        make_step(build_subject(name)),
+    )  # the second is the plain reference
     step(), beside()
     state = copy.deepcopy(work.model.state_dict())
     plain = compute_gradients(work, step)
     work.model.load_state_dict(state)
     base = measure_allocated_peak(step)
-    print(f"{name}: plain steps take {base / 1e6:.1f} MB beside parameters", flush=True)
+    print(f"{name}: plain steps take {base / 1e6:.1f} MB besides parameters", flush=True)
 
     def row(label: str, run, seconds: float) -> None:
         work.model.load_state_dict(state)
@@ -145,7 +148,7 @@ def _measure_compiled_layers(work: Subject, row: Row) -> None:
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     if shutil.which("g++") is None and shutil.which("clang++") is None:
-        print("skipped: torch's compiler needs a C++ compiler, and there is none")
+        print("skipped: torch's compiler needs a C++ compiler")
         return 0
     for name in arguments or MODELS:
         measure(name)

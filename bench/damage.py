@@ -93,7 +93,7 @@ def capture_coordinates(store: gk.Store) -> None:
     for split, keep, count in (("texts", gk.Keep(256, rows=8), 10), ("asked", "queries", 2)):
         loader = [{"input_ids": torch.randint(7, (count, 12))}]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", gk.CaptureWarning)  # toys hardly agree
+            warnings.simplefilter("ignore", gk.CaptureWarning)  # a tiny model triggers it
             gk.capture(store, model, loader, split=split, keep=keep, **options)
     assert store.has(BASIS)
 
@@ -107,7 +107,7 @@ def rows_of(ids: list[int]) -> dict[str, np.ndarray]:
     }
 
 
-# Damages ----------------------------------------------------------------------------------------
+# Damage -----------------------------------------------------------------------------------------
 
 
 class Victim:
@@ -431,13 +431,13 @@ def judge_damage(path: Path, outside: Path) -> tuple[str, str]:
             answers[name] = question.ask(path)
         except GradkeepError as error:
             answers[name] = error
-        except Exception as error:  # what is counted
+        except Exception as error:  # counted as ugly
             ugly.append(f"{name}: {type(error).__name__}: {error}")
     damage: list[str] = []
     try:
         damage = [f"{item.path}: {item.what}" for item in verify(path, repair=True).damage]
     except NotAStoreError as error:
-        damage = [str(error)]  # nothing of a store is left
+        damage = [str(error)]  # the store was deleted
     except Exception as error:
         ugly.append(f"verify: {type(error).__name__}: {error}")
     if any("cannot be checked" in item for item in damage):

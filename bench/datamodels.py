@@ -22,7 +22,7 @@ from gradkeep.data import load_digits
 
 REMOVED = 50
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-LEFT_OUT = 0.2
+HELD_OUT = 0.2
 
 
 def perceptron():
@@ -60,11 +60,11 @@ def print_correlations(study):
     """Print correlations on held-out models; return that of L1 with all other models."""
     masks, margins = study.masks(), study.outputs()
     curves = {
-        penalty: dm.learning_curve(masks, margins, held_out=LEFT_OUT, penalty=penalty)
+        penalty: dm.learning_curve(masks, margins, held_out=HELD_OUT, penalty=penalty)
         for penalty in ("l1", "ridge", "means")
     }
     best = curves["l1"].correlations[-1]
-    print(f"\nheld-out correlation of margins, mean over targets; {best.models} models left out")
+    print(f"\nheld-out correlation of margins, mean over targets; {best.models} models held out")
     print("models      l1  [95 %]            ridge   means   l1 / means")
     for place, size in enumerate(curves["l1"].models):
         one = curves["l1"].correlations[place]
@@ -73,7 +73,7 @@ def print_correlations(study):
             f"{size:6d}   {one.mean:.3f}  [{one.mean_low:.3f}, {one.mean_high:.3f}]   "
             f"{ridge:.3f}   {means:.3f}   {f'{one.mean / means:.2f}x' if means > 0 else '-'}"
         )
-    print("\nper target, with all models that are not left out")
+    print("\nper target, with all models that are not held out")
     print("quantile  " + "".join(f"{part:>8.0%}" for part in QUANTILES))
     for penalty, curve in curves.items():
         values = np.nanquantile(curve.correlations[-1].value, QUANTILES)
@@ -91,7 +91,7 @@ def print_removals(study, targets, repeats):
     rng = np.random.default_rng(0)
     chosen = np.sort(rng.permutation(fitted.weights.shape[1])[:targets])
     best = dm.top(fitted, len(fitted.weights), targets=chosen)
-    # From a half, as the fit saw them: from all examples a margin has other examples to rest on.
+    # From a half, as in the fit: with all examples, a margin depends less on each one.
     half = dm.draw_masks(10**6, [0], num_examples=len(fitted.weights))[0]
     for what, base in (("a half", half), ("all", np.ones_like(half))):
         helping = [ids[ids >= 0] for ids in best.positive]

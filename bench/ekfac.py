@@ -218,7 +218,7 @@ def build_subject(name: str) -> tuple[nn.Module, TensorDataset, TensorDataset]:
 def capture(net: nn.Module, train: TensorDataset, test: TensorDataset, **options) -> gk.Store:
     store = gk.open(tempfile.mkdtemp())
     task = gk.LanguageModeling() if isinstance(net, GPT) else gk.Classification()
-    if isinstance(net, GPT):  # what kronfluence knows of it
+    if isinstance(net, GPT):  # the layers that kronfluence supports
         linear = [name for name, part in net.named_modules() if isinstance(part, nn.Linear)]
         options = {"layers": linear, **options}
     for split, data in (("train", train), ("test", test)):
@@ -256,7 +256,7 @@ def compare(name: str) -> bool:
     if peered:
         fetch_peer()
     rounds = []
-    for _ in range(ROUNDS):  # taking turns: a machine that is busy for a while is so for all
+    for _ in range(ROUNDS):  # alternating, so that other load affects all alike
         capture_seconds, store = time_call(capture, net, train, test)
         query_seconds, ours = time_call(attribute, store, damping=DAMPING)
         peer, theirs = (
@@ -277,7 +277,7 @@ def compare(name: str) -> bool:
         ),
     )
     for what, ratio, bar in zip(
-        ("once captured", "including capture"), ratios, BARS[name], strict=True
+        ("without capture", "with capture"), ratios, BARS[name], strict=True
     ):
         print(f"  {what:<24}{ratio:>8.1f} x less CPU time (bar {bar})")
     alike = attribute(capture(net, train, test, keep="factors"), damping=DAMPING)
@@ -300,10 +300,10 @@ def compare_methods() -> bool:
         for method in METHODS
         if method in known
     }
-    dearest = max(each, key=each.__getitem__)
-    ratio = (capture_seconds + sum(each.values())) / (capture_seconds + each[dearest])
+    slowest = max(each, key=each.__getitem__)
+    ratio = (capture_seconds + sum(each.values())) / (capture_seconds + each[slowest])
     print(f"capture {capture_seconds:.2f} s, " + ", ".join(f"{m} {s:.2f}" for m, s in each.items()))
-    print(f"  all / the dearest ({dearest}) with capture: {ratio:.2f} (bar {METHODS_BAR})")
+    print(f"  all / the slowest ({slowest}) with capture: {ratio:.2f} (bar {METHODS_BAR})")
     return ratio > METHODS_BAR or len(each) < len(METHODS)
 
 

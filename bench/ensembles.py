@@ -57,7 +57,7 @@ def measure(hidden, batch_size, epochs):
     chosen = stacks_well(training, inputs, labels, subsets.shape[1])
     seeds = list(range(MODELS))
     ratios, apart = [], 0.0
-    for _ in range(ROUNDS):  # in turns: whatever else the machine does hits both
+    for _ in range(ROUNDS):  # alternating, so that other load affects both alike
         together, logits = cpu_seconds(
             lambda: train_stacked(training, inputs, labels, subsets, test)
         )

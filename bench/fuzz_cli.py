@@ -33,7 +33,7 @@ def run_process(arguments, box, patience):
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=patience + 15)  # torch takes its time to load
+            out, err = process.communicate(timeout=patience + 15)  # loading torch is slow
             code = process.returncode
         except subprocess.TimeoutExpired:
             process.kill()

@@ -60,7 +60,7 @@ class Case:
         return [name for name, layer in self.net.named_modules() if isinstance(layer, kinds)]
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if logits.dim() == 3:  # every token has its label beside it
+        if logits.dim() == 3:  # labels are given for every token
             return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
         return F.cross_entropy(logits, labels, reduction="none")
 
@@ -198,10 +198,10 @@ def measure_rounds(
 ) -> tuple[OwnTimes, dict[str, list[float]], dict[str, torch.Tensor], int]:
     """Time everything in alternating rounds; return times, answers and stored bytes."""
     peers: dict[str, Callable[[], torch.Tensor]] = {"hooks": lambda: multiply_with_hooks(case)}
-    multiply_with_torch_func(case, BATCHES[0])  # whose first run also loads what all of them need
+    multiply_with_torch_func(case, BATCHES[0])  # a warm-up for all peers
     best = min(BATCHES, key=lambda size: cpu_seconds(lambda: multiply_with_torch_func(case, size)))
     peers[f"torch.func, batch {best}"] = lambda: multiply_with_torch_func(case, best)
-    if case.net(case.test.tensors[0][:1]).dim() == 2:  # captum takes one label a sample
+    if case.net(case.test.tensors[0][:1]).dim() == 2:  # captum supports one label per sample
         peers["captum"] = lambda: multiply_with_captum(case)
     answers: dict[str, torch.Tensor] = {}
     ours, theirs, stored_bytes = OwnTimes(), {name: [] for name in peers}, 0
@@ -235,7 +235,7 @@ def compare(case: Case) -> bool:
     size = sum(p.numel() for n in case.layers() for p in case.net.get_submodule(n).parameters())
     shape = f"{len(case.train)} x {len(case.test)}"
     print(f"{case.name}: {size:,} parameters, {shape}, linear and convolutional layers with biases")
-    with tempfile.TemporaryDirectory() as folder:  # imports and calibration, told apart
+    with tempfile.TemporaryDirectory() as folder:  # a warm-up for imports and calibration
         capture_splits(case, folder)
         query_products(folder)
         attribute_once(case)
@@ -243,10 +243,10 @@ def compare(case: Case) -> bool:
     truth = next(answers[name] for name in theirs if name.startswith("torch.func"))
     dense = (len(case.train) + len(case.test)) * size * 4
     print(
-        f"  kept in {stored_bytes / 1e6:.1f} MB, dense is {dense / 1e6:.0f} MB ({dense / stored_bytes:.0f}x)"
+        f"  stored in {stored_bytes / 1e6:.1f} MB, dense is {dense / 1e6:.0f} MB ({dense / stored_bytes:.0f}x)"
     )
     print(
-        f"  {'':<24}{'CPU s':>8}{'/ whole':>9}{'bar':>6}{'/ question':>12}{'bar':>6}"
+        f"  {'':<24}{'CPU s':>8}{'/ whole':>9}{'bar':>6}{'/ query':>12}{'bar':>6}"
         f"{'/ once':>8}{'bar':>6}{'error':>9}"
     )
     whole, question, cold, once = (
@@ -255,9 +255,11 @@ def compare(case: Case) -> bool:
     print(
         f"  {'ours, whole price':<24}{whole:>8.3f}{'':>47}{relative_error(answers['ours'], truth):>9.1e}"
     )
-    print(f"  {'ours, question':<24}{question:>8.3f}")
-    print(f"  {'ours, question, cold':<24}{cold:>8.3f}")
-    print(f"  {'ours, once':<24}{once:>8.3f}{'':>47}{relative_error(answers['once'], truth):>9.1e}")
+    print(f"  {'ours, query':<24}{question:>8.3f}")
+    print(f"  {'ours, query, cold':<24}{cold:>8.3f}")
+    print(
+        f"  {'ours, attribute_once':<24}{once:>8.3f}{'':>47}{relative_error(answers['once'], truth):>9.1e}"
+    )
     missed = False
     for name, seconds in theirs.items():
         price = statistics.median(seconds)

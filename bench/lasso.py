@@ -122,7 +122,7 @@ def measure_paths(sizes: tuple[int, int, int], peers: int, bars: dict[str, float
     lines: list[Line] = []
     ours, theirs = 0.0, 0.0
     on_x, on_gram = [], []
-    # Its tolerance is of y'y / m, twice what the gap is relative to here.
+    # sklearn's tolerance is relative to y'y / m, twice the reference of our gap.
     on_masks = {"precompute": False, "tol": GAP / 2}
     on_pairs = {"precompute": matrix, "tol": GAP / 2}
     for target in range(peers):
@@ -168,7 +168,7 @@ def measure_paths(sizes: tuple[int, int, int], peers: int, bars: dict[str, float
     if "celer" in bars:
         celer = measure_celer(z, y[:, 0])
         if isinstance(celer, str):
-            print(f"celer left out: {celer}")
+            print(f"celer skipped: {celer}")
         else:
             note = f"({1e3 * whole:.1f} ms against {1e3 * celer:.0f} per target)"
             lines.append(
@@ -186,9 +186,9 @@ from celer import celer_path
 warnings.simplefilter("ignore")
 z, y = np.asfortranarray(np.load(sys.argv[1])), np.load(sys.argv[2])
 lams = np.abs(z.T @ y / len(y)).max() * np.geomspace(1, 1e-2, 20)
-# Its tolerance is of y'y / m: twice what the gap is relative to here.
+# celer's tolerance is relative to y'y / m, twice the reference of our gap.
 run = lambda count: celer_path(z[:, :count], y, "lasso", alphas=lams, tol=5e-5)
-run(50)  # compiled code and imports are not the solver's
+run(50)  # a warm-up for imports and compilation
 start = time.process_time()
 run(z.shape[1])
 print(json.dumps(time.process_time() - start))
@@ -208,7 +208,7 @@ def measure_celer(z: np.ndarray, y: np.ndarray) -> float | str:
             check=False,
         )
     if run.returncode:
-        reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = (run.stderr.strip().splitlines() or ["unknown error"])[-1]
         return f"{reason} (pip install celer elsewhere and set CELER_PYTHON)"
     return float(json.loads(run.stdout))
 

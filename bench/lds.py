@@ -134,7 +134,7 @@ def score_method(captured: CapturedRuns, row: Row, runs: int) -> tuple[np.ndarra
     began = time.process_time()
     with_model = options.get("curvature") == "ggn"
     if over == "one" or with_model:
-        # These are about one checkpoint: their mean over runs is taken here.
+        # These methods read one checkpoint, so the mean over runs is taken here.
         parts = []
         for number, run in enumerate(every):
             if with_model:

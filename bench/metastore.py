@@ -236,9 +236,7 @@ def compare_operator(
     quick, slow = time_in_turns(ours, theirs)
     slow *= ROWS / slow_rows
     methods = ", ".join(dict.fromkeys(step.compute for step in engine.plan.steps))
-    each = (
-        f"{slow / queries * 1e3:.2f} and {quick / queries * 1e3:.3f} ms a query; {methods}; {error}"
-    )
+    each = f"{slow / queries * 1e3:.2f} and {quick / queries * 1e3:.3f} ms per query; {methods}; {error}"
     report.row(what, slow / quick, bar, each)
 
 
@@ -266,7 +264,7 @@ def compare_from_disk(
 
     error = report.check(what, ours(), case.compute_truth(layers), most)
     quick, slow = time_in_turns(ours, theirs)
-    each = f"{slow / QUERIES * 1e3:.1f} and {quick / QUERIES * 1e3:.2f} ms a query; {error}"
+    each = f"{slow / QUERIES * 1e3:.1f} and {quick / QUERIES * 1e3:.2f} ms per query; {error}"
     report.row(what, slow / quick, bar, each)
 
 
@@ -296,24 +294,23 @@ def compare_bytes(
     **options: Any,
 ) -> gk.Captured:
     """Compare bytes on disk of a capture with those of MetaStore's files, and check its error."""
-    report_of_capture = case.capture_splits(layers, name, **options)
+    captured = case.capture_splits(layers, name, **options)
     error = report.check(
         what, gk.query.dot(*case.gradients(name)).values, case.compute_truth(layers), CLOSE
     )
-    least = report_of_capture.rows * sum(
-        min(layer.dense_bytes, layer.factor_bytes) for layer in report_of_capture.layers
+    least = captured.rows * sum(
+        min(layer.dense_bytes, layer.factor_bytes) for layer in captured.layers
     )
-    if (
-        report_of_capture.bytes > least * 1.02
-    ):  # beside the gradients there are ids, losses, labels and norms
+    # 2 % for ids, losses, labels and norms.
+    if captured.bytes > least * 1.02:
         report.missed.append(
-            f"{what}: {report_of_capture.bytes:,} bytes, min(dense, factors) is {least:,.0f}"
+            f"{what}: {captured.bytes:,} bytes, min(dense, factors) is {least:,.0f}"
         )
-    forms = ", ".join(dict.fromkeys(layer.storage for layer in report_of_capture.layers))
+    forms = ", ".join(dict.fromkeys(layer.storage for layer in captured.layers))
     theirs = case.metastore_bytes(layers)
-    each = f"{theirs / 1e6:.2f} and {report_of_capture.bytes / 1e6:.2f} MB; {forms}; {error}"
-    report.row(what, theirs / report_of_capture.bytes, bar, each)
-    return report_of_capture
+    each = f"{theirs / 1e6:.2f} and {captured.bytes / 1e6:.2f} MB; {forms}; {error}"
+    report.row(what, theirs / captured.bytes, bar, each)
+    return captured
 
 
 def measure_vgg16(report: Report, folder: Path) -> dict[str, gk.Captured]:
@@ -332,9 +329,8 @@ def measure_vgg16(report: Report, folder: Path) -> dict[str, gk.Captured]:
     for method in ("half", "recon", "naive"):
         what = f"conv13, 1 query, {method}"
         compare_operator(report, case, what, ["conv13"], 1, None, method=method, slow_rows=20)
-    exact = case.capture_splits(
-        both, "both", of="loss"
-    )  # as MetaStore; by default the outputs' are kept too
+    # Like MetaStore; the default also stores gradients of the outputs.
+    exact = case.capture_splits(both, "both", of="loss")
     compare_from_disk(
         report, case, "conv13 + l1 from disk, 10 queries", both, 50, name="both", most=EXACT
     )
@@ -392,7 +388,7 @@ def capture_resnet50(folder: Path) -> dict[str, gk.Captured]:
 
 
 def print_sizes(captures: dict[str, gk.Captured]) -> None:
-    print("\ndense bytes / all bytes kept (the paper: 4 to 678 times)")
+    print("\ndense bytes / all stored bytes (the paper: 4 to 678 times)")
     for what, capture in captures.items():
         ratio = capture.dense_bytes / capture.bytes
         megabytes = f"{capture.dense_bytes / 1e6:,.1f} and {capture.bytes / 1e6:.2f} MB"
@@ -401,7 +397,7 @@ def print_sizes(captures: dict[str, gk.Captured]) -> None:
 
 def print_differences(folder: Path) -> None:
     """Print how far scores of weights alone are from the default scores of gradkeep."""
-    print("\nwhat MetaStore's scores change by (weights alone, its deviations of CIFAR-10)")
+    print("\nchanges of MetaStore's scores (weights only, its deviations of CIFAR-10)")
     whole = build_vgg16(ROWS, QUERIES)
     ours, theirs = (torch.tensor(std)[:, None, None] for std in (CIFAR_STD, METASTORE_STD))
     other = [[(x * ours / theirs, y) for x, y in part] for part in (whole.train, whole.test)]
@@ -435,7 +431,7 @@ def print_change(what: str, before: torch.Tensor, after: torch.Tensor) -> None:
 
 def main() -> int:
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # dropout while training
+    torch.manual_seed(0)  # for dropout during training
     report = Report()
     captures: dict[str, gk.Captured] = {}
     with tempfile.TemporaryDirectory() as name:

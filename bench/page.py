@@ -115,7 +115,7 @@ def request_until_ready(connection, path, times):
         if response.status == 200 and not any(one["working"] for one in answer.get("answers", ())):
             return
         if time.monotonic() > until:
-            sys.exit(f"{path} takes more than ten minutes")
+            sys.exit(f"{path} took more than ten minutes")
         time.sleep(0.3)
 
 
@@ -141,13 +141,13 @@ def main():
         began = time.perf_counter()
         build_store(folder, options.rows, options.queries)
         print(
-            f"{options.rows} rows x {options.queries} queries, made in {time.perf_counter() - began:.0f} s"
+            f"{options.rows} rows x {options.queries} queries, built in {time.perf_counter() - began:.0f} s"
         )
         line = [sys.executable, "-m", "gradkeep", "serve", folder, "--port", "0", "--no-open"]
         with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
             try:
                 port = int(re.search(r"127\.0\.0\.1:(\d+)", server.stdout.readline())[1])
-                time.sleep(8)  # a person opens the page; meanwhile torch is loaded
+                time.sleep(8)  # the server loads torch in the background
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 times = defaultdict(list)
                 for screen, visits in list_requests(options.queries).items():

@@ -59,7 +59,7 @@ def time_pairs(plain, other, rounds: int) -> list[tuple[float, float]]:
     plain(), other()
     timings = []
     for turn in range(rounds):
-        # Whoever comes second finds the caches as the other one left them.
+        # The second of a pair runs with the caches of the first, so the order alternates.
         if turn % 2:
             first = cpu_seconds(plain)
             timings.append((first, cpu_seconds(other)))
@@ -246,7 +246,9 @@ def main(arguments: list[str]) -> int:
     names = [name for name in arguments if not name.startswith("-")] or SUBJECTS
     ratios, missed = [], []
     hooks = measure_seconds_per_saved(9)
-    print(f"hooks: {hooks * 1e6:.1f} us per saved tensor that stays (bar {PER_SAVED * 1e6:.0f})")
+    print(
+        f"hooks: {hooks * 1e6:.1f} us per saved tensor that is not dropped (bar {PER_SAVED * 1e6:.0f})"
+    )
     if hooks > PER_SAVED:
         missed.append(f"hooks: {hooks * 1e6:.1f} us per saved tensor, bar {PER_SAVED * 1e6:.0f}")
     for name in names:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         began = time.process_time()
         try:
             with tempfile.TemporaryDirectory(prefix="gradkeep-quality-") as place:
-                tempfile.tempdir = place  # the stores that a setting makes go with it
+                tempfile.tempdir = place  # deletes the stores of a setting with it
                 section = SETTINGS[name](full)
         except FileNotFoundError as error:
             print(f"{name}: skipped, no data ({error.filename or error}); set GRADKEEP_DATA")

@@ -32,7 +32,7 @@ SIZES = (1_000, 4_000, 20_000, 64_000)
 QUICK = (1_000, 4_000)
 QUERIES, BUDGET = 100, 2 << 30
 RESIDUAL, AGREEMENT, NEEDED = 1e-4, 0.999, 20_000
-LIMIT = 150.0  # seconds of a cell
+LIMIT = 150.0  # CPU seconds per cell
 SLOPES = {"kernel, cholesky": 3.0, "influence": 2.0, "datainf": 2.0}
 """Exponent of a method's time in the number of rows; 1.1 for all others."""
 LEAST = {"kernel, parameters": 20_000}
@@ -111,7 +111,7 @@ def measure_cell(folder: Path, name: str, out: Path) -> None:
 
     cell = next(cell for cell in CELLS if cell.name == name)
     gk.methods()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _bytes("VmRSS")
     started, wall = time.process_time(), time.perf_counter()
     scores = gk.attribute(folder, method=cell.method, memory_budget=BUDGET, **cell.options)
@@ -161,7 +161,7 @@ def compute_agreement(one: Path, other: Path) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("methods", nargs="*", help="of which the figures are wanted; else of all")
+    parser.add_argument("methods", nargs="*", help="methods to measure; all by default")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--limit", type=float, default=LIMIT)
     parser.add_argument("--sizes", type=int, nargs="+")
@@ -176,7 +176,7 @@ def main() -> int:
     sizes = tuple(options.sizes or (QUICK if options.quick else SIZES))
     cells = [cell for cell in CELLS if not options.methods or cell.method in options.methods]
     table: dict[str, dict[int, dict | str]] = {cell.name: {} for cell in cells}
-    captured, left_out, missed = {}, [], []
+    captured, skipped, missed = {}, [], []
     base = Path(tempfile.mkdtemp(prefix="gradkeep-scaling-"))
     try:
         for size in sizes:
@@ -185,9 +185,9 @@ def main() -> int:
             for cell in cells:
                 guess = predict_seconds(table[cell.name], size, SLOPES.get(cell.name, 1.1))
                 if size < LEAST.get(cell.name, 0):
-                    left_out.append(f"{cell.name} of {size:,} rows (fewer than parameters)")
+                    skipped.append(f"{cell.name} of {size:,} rows (fewer than parameters)")
                 elif guess > options.limit:
-                    left_out.append(f"{cell.name} of {size:,} rows (about {guess:.0f} s)")
+                    skipped.append(f"{cell.name} of {size:,} rows (about {guess:.0f} s)")
                 else:
                     out = base / f"{size} {cell.name}.npy"
                     figures = table[cell.name][size] = run_subprocess(
@@ -198,8 +198,8 @@ def main() -> int:
         print_table(sizes, table, captured)
     finally:
         shutil.rmtree(base)
-    if left_out:
-        print("left out for time: " + "; ".join(left_out))
+    if skipped:
+        print("skipped for time: " + "; ".join(skipped))
     for line in missed:
         print(f"MISSED: {line}")
     return int(bool(missed))

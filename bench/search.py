@@ -33,7 +33,7 @@ import numpy as np
 from bench import _search_codes
 
 BYTES, QUERIES, TOP = 2048, 50, 10
-SEGMENT = 1024  # rows, as a capture of coordinates has them
+SEGMENT = 1024  # rows, as in a capture of coordinates
 BLOCKS = (256, 512, 1024, 2048, 4096)
 BAR, MEMORY = 1.5, 1 << 30
 
@@ -157,8 +157,6 @@ def lookup_products(queries: np.ndarray, group: int) -> Callable[[np.ndarray], n
 
 def measure_search(what: str, folder: Path, block: int, group: int) -> None:
     """Search in this process, and print the figures as JSON."""
-    if what == "ours":
-        pass  # what takes as long for any question is not the question's
     start, wall = time.process_time(), time.perf_counter()
     ids = (
         search_with_gradkeep(folder, MEMORY // 2)

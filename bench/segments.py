@@ -73,12 +73,12 @@ def main() -> int:
     try:
         started = time.perf_counter()
         build_store(folder / "store", options.segments)
-        print(f"{options.segments:,} segments made in {time.perf_counter() - started:.0f} s")
+        print(f"{options.segments:,} segments written in {time.perf_counter() - started:.0f} s")
         store = str(folder / "store")
         for name, arguments in (
             ("info", ["info", store]),
             ("sql, the first time", ["sql", store, QUESTION]),
-            ("sql again", ["sql", store, QUESTION]),
+            ("sql, the second time", ["sql", store, QUESTION]),
             (
                 f"verify --sample {options.sample}",
                 ["verify", store, "--sample", str(options.sample)],

@@ -97,7 +97,7 @@ def measure_streams(store: gk.Store, files: list[Path], rounds: int) -> list[Lin
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 start = 8 + int.from_bytes(mapped[:8], "little")
                 size = ROWS * WIDTH * 2
-                # The large array is last but for smaller item sizes, of which there are none.
+                # The large array is last in the file.
                 total += sum_words(np.frombuffer(mapped, np.uint8, size, len(mapped) - size))
                 assert start % 4096 == 0
         return total % WORD
@@ -157,11 +157,11 @@ def measure_writes(root: Path, segments: int, rounds: int) -> list[Line]:
         what = (
             f"write, {durability} / raw write + xxh3" if whole else "the same, 256 rows at a time"
         )
-        note = "" if whole else "(rows are copied once, so that the caller may go on; no bar)"
+        note = "" if whole else "(rows are copied once; no bar)"
         bar = 1.3 if whole else math.inf
         lines.append(Line(what, cpu_ratio, bar, note))
         if durability == "full":
-            # Here the disk is what takes the time, so what a user waits for counts too.
+            # The disk dominates here, so wall time matters too.
             waited = median_ratio([(mine[1], theirs[1]) for mine, theirs in pairs])
             lines.append(Line("the same, wall", waited, 1.3))
     return lines
@@ -184,8 +184,8 @@ def measure_gathers(store: gk.Store, files: list[Path], rounds: int) -> list[Lin
                 out[at] = np.frombuffer(data, np.float16)
 
     def ours() -> None:
-        # A fresh block each time would count its opening; what is verified is forgotten instead,
-        # so that every row is checked again.
+        # A fresh block each time would include its opening; clearing the verified rows instead
+        # makes every row be checked again.
         for segment in block._opened.values():
             segment._known.clear()
         for ids in draws:

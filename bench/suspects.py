@@ -95,9 +95,8 @@ def flip_labels(y: torch.Tensor, kind: str, rate: float, seed: int) -> torch.Ten
 def find_suspects_from_captures(
     name: str, x: torch.Tensor, y: torch.Tensor, *, epochs: int, seed: int
 ) -> Suspects:
-    nets = train_epochs(name, x, y, epochs=epochs, seed=seed)[
-        : epochs // 3
-    ]  # before it knows them by heart
+    # Early epochs, before the model has memorized the labels.
+    nets = train_epochs(name, x, y, epochs=epochs, seed=seed)[: epochs // 3]
     loader = DataLoader(TensorDataset(x, y), 500)
     with tempfile.TemporaryDirectory() as folder:
         for step, net in enumerate(nets):
@@ -128,7 +127,7 @@ def judge_suspects(suspects: Suspects, truth: np.ndarray) -> tuple[str, int, int
 def main() -> int:
     torch.set_num_threads(1)
     if not DATA.exists():
-        print("no data here: set GRADKEEP_DATA")
+        print("no data: set GRADKEEP_DATA")
         return 0
     quick = "--quick" in sys.argv[1:]
     named = [int(word) for word in sys.argv[1:] if word.isdigit()]
@@ -154,7 +153,7 @@ def main() -> int:
                     line, good, both = judge_suspects(suspects, truth)
                     held, intervals = held + good, intervals + both
                     print(f"{name:<9}{kind:<5}{rate:>5.0%}{seed:>5} {way:<9}{line}", flush=True)
-    print(f"the truth lies in {held} of {intervals} intervals of 95 %")
+    print(f"the truth is in {held} of {intervals} intervals of 95 %")
     return int(held < 0.9 * intervals)
 
 

@@ -95,7 +95,7 @@ def build_step(function: Callable[..., Any], sample: Any, *, in_place: bool = Fa
         def build_input(value: Any) -> Any:
             if not isinstance(value, _Leaf):
                 return value
-            # By a factor that changes from step to step and is a tensor, as data is.
+            # Multiply by a tensor that changes from step to step, like data.
             data = torch.full_like(ones[value.number], factor).detach()
             return (leaves[value.number] * ones[value.number]) * data
 
@@ -150,7 +150,7 @@ def _sampled(info: Any, label: str, dtype: torch.dtype) -> Iterator[Subject]:
     except Exception:
         return
     samples = [s for s in samples if _elements(s) and _elements(s) <= MOST_ELEMENTS]
-    # The first is mostly the plain one; the largest has the most options or dimensions.
+    # The first is mostly the simplest; the largest has the most options or dimensions.
     chosen = {id(s): s for s in (*samples[:1], *sorted(samples, key=_elements)[-1:])}
     for at, sample in enumerate(chosen.values()):
         kind = "c" if dtype.is_complex else "f"
@@ -272,7 +272,7 @@ def judge_budget(subject: Subject, plain: Numbers, mode: str, ratio: float) -> V
             try:
                 numbers = train(subject, budget)
             except BudgetError:
-                # Below what is possible: then at the least that is.
+                # The budget is below the floor: use the floor instead.
                 probe = gk.memory_budget(1.0, mode=mode, min_size=1, effort=0.02)
                 train(subject, probe)
                 floor = probe.explain().floor
@@ -312,7 +312,9 @@ class Results:
             return
         head, *lines = map(json.loads, self.path.read_text().splitlines())
         if head != {"made_by": made_by}:
-            sys.exit(f"{self.path} is of other code or options: remove it, or name another file")
+            sys.exit(
+                f"{self.path} was written with other code or options: remove it, or pass another file"
+            )
         for line in lines:
             if "begins" in line:
                 self.begun[line["begins"]] += 1
@@ -356,16 +358,18 @@ def code_digest() -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./x bench sweep")
-    parser.add_argument("names", nargs="*", help="only what has one of these in its name")
+    parser.add_argument("names", nargs="*", help="only subjects whose name contains one of these")
     parser.add_argument("--quick", action="store_true", help="one budget instead of three")
     parser.add_argument("--planned", action="store_true", help="only planned")
     parser.add_argument("--online", action="store_true", help="only online")
-    parser.add_argument("--results", type=Path, help="a file of verdicts to write and go on with")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--results", type=Path, help="JSON lines file to write and continue")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after that many minutes"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    logging.getLogger("gradkeep").setLevel(logging.ERROR)  # small operators are no news here
+    logging.getLogger("gradkeep").setLevel(logging.ERROR)  # hide warnings about small operators
     faulthandler.enable()
     names = set(options.names)
     budgets = BUDGETS[1:2] if options.quick else BUDGETS
@@ -387,7 +391,7 @@ def main(arguments: list[str]) -> int:
         for verdict in verdicts:
             if verdict.kind in BAD:
                 print(format_verdict(verdict), flush=True)
-    print(f"\n{subjects} subjects, {remaining} of them left, {time.monotonic() - start:.0f} s")
+    print(f"\n{subjects} subjects, {remaining} of them not tried, {time.monotonic() - start:.0f} s")
     return summary([one for some in results.verdicts.values() for one in some], remaining)
 
 

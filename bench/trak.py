@@ -138,9 +138,7 @@ def compare(
 ) -> Any:
     """Run both pipelines in turn; return the ratio of their CPU times and both trakers."""
     size = sum(value.numel() for value in states[0].values())
-    run_pipeline(
-        ours, setting, states[:1], tempfile.mkdtemp(dir=root)
-    )  # what is paid once a process
+    run_pipeline(ours, setting, states[:1], tempfile.mkdtemp(dir=root))  # a warm-up
     quick, mine = min(
         (
             time_call(run_pipeline, ours, setting, states, tempfile.mkdtemp(dir=root))
@@ -200,7 +198,7 @@ def measure(root: str) -> int:
     print(f"  {'ridge':<16}{'ours':>8}{'':16}{'traker':>8}")
     own, low, high = _lds_truth.compute_lds(np.asarray(mine.scores).T, truth)
     plain = _lds_truth.compute_lds(np.asarray(peer.scores).T, truth)[0]
-    print(f"  {'as it comes':<16}{own:>8.3f} [{low:.3f}, {high:.3f}]{plain:>8.3f}")
+    print(f"  {'default':<16}{own:>8.3f} [{low:.3f}, {high:.3f}]{plain:>8.3f}")
     scores = []
     for ridge in RIDGES:
         both = [

@@ -50,7 +50,7 @@ def cpu_of_all() -> float:
 def compare(net: torch.nn.Module, rows: int, workers: int) -> tuple[float, bool]:
     """Return the speedup by workers, and True if the bytes are equal."""
     batches = load_pictures(rows, BATCH)
-    # One folder after the other: what fills memory with files slows what comes after it.
+    # One folder after the other, because a full page cache slows the next capture.
     with tempfile.TemporaryDirectory() as one:
         alone, by_one = measure_capture(net, batches, one)
         expected = hash_segments(one)

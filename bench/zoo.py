@@ -115,7 +115,7 @@ def judge_item(item: ZooItem, method: str, batches: list[Batch], truth: Gradient
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./x bench zoo")
-    parser.add_argument("words", nargs="*", help="only what has one of these in its name")
+    parser.add_argument("words", nargs="*", help="only items whose name contains one of these")
     parser.add_argument("--capture", action="store_true", help="only gk.capture")
     parser.add_argument("--recording", action="store_true", help="only gk.recording")
     parser.add_argument("--own", action="store_true", help="no stock models")
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if not options.own and not has_transformers():
-        print("transformers is not installed: only own models are swept")
+        print("transformers is not installed: only our own models are tested")
     methods = [method for method in METHODS if getattr(options, method)] or list(METHODS)
     counts = {method: collections.Counter[str]() for method in methods}
     models = set()

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MODES = ("auto", "online")
 RATIOS = (0.8, 0.6, 0.4)
 STEPS, WATCHED = 12, 3
-"""Three shapes are recorded three times each; the last steps are counted by the bench."""
+"""Three shapes are recorded three times each; live bytes are counted in the last steps."""
 REPEATS = 8
 """Repetitions of the rows of each batch, so that activations matter beside parameters."""
 BAD = ("wrong", "silent", "bare", "crashed")
@@ -120,7 +120,7 @@ def train(item: ZooItem, budget: Any) -> Trained:
                 states = [list(state.values()) for state in optimizer.state.values()]
                 counted = stack.enter_context(LiveBytes(states))
             optimizer.zero_grad()
-            # A copy that no operator made: batches of other steps are not the budget's.
+            # Copied without a torch operator, so that batches of other steps are not counted.
             chosen = batches[number % len(batches)].items()
             batch = {name: torch.from_numpy(value.copy()) for name, value in chosen}
             loss = item.task.losses(model, batch).sum()
@@ -252,7 +252,15 @@ def run_worker(names: list[str], done: set[str], only: list[str]) -> None:
             for ratio in RATIOS:
                 if not steady:
                     write_message(
-                        asdict(Verdict(item.name, mode, ratio, "skipped", "plain is not steady"))
+                        asdict(
+                            Verdict(
+                                item.name,
+                                mode,
+                                ratio,
+                                "skipped",
+                                "plain training is not repeatable",
+                            )
+                        )
                     )
                     continue
                 write_message({"begins": item.name, "mode": mode, "ratio": ratio})
@@ -266,10 +274,10 @@ def write_message(line: dict[str, Any]) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./x bench zoo_budgets")
-    parser.add_argument("names", nargs="*", help="only models that have one of these in their name")
-    parser.add_argument("--results", type=Path, help="a file of verdicts to write and go on with")
+    parser.add_argument("names", nargs="*", help="only models whose name contains one of these")
+    parser.add_argument("--results", type=Path, help="JSON lines file to write and continue")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--part", default="0/1", help="part K of N, for runs beside each other")
+    parser.add_argument("--part", default="0/1", help="part K of N, for parallel runs")
     options = parser.parse_args(arguments)
     if options.work is not None:
         state = json.loads(options.work.read_text())
