@@ -157,7 +157,7 @@ def choose_runs(
         code="cli.ambiguous_run",
         path=store.location,
         found="; ".join(f"{run}: {', '.join(sorted(have))}" for run, have in captured.items()),
-        fix=f"choose one, such as --run {candidates[0]}" if candidates else "name existing splits",
+        fix=f"Choose one, such as --run {candidates[0]}." if candidates else "name existing splits",
     )
 
 
