@@ -169,7 +169,7 @@ def one(what: str, folder: Path, block: int, group: int) -> None:
 def apart(what: str, folder: Path, block: int, group: int, *, cold: bool = False) -> dict:
     if cold:
         drop_pages(folder)
-    command = [sys.executable, __file__, "--one", what, "--folder", str(folder)]
+    command = [sys.executable, "-m", "bench.search", "--one", what, "--folder", str(folder)]
     command += ["--block", str(block), "--group", str(group)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -1,4 +1,4 @@
-"""A griffe extension that shows doctests in docstrings as code."""
+"""griffe extension: fence the doctests of docstrings, so that they render as code."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ if TYPE_CHECKING:
 
 
 class Doctests(griffe.Extension):
-    """Fence everything from a `>>>` to the next empty line, also inside of an `Example:` section."""
+    """Fence everything from a `>>>` to the next empty line."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite the docstring of an object."""
+        """Fence the doctests of an object."""
         if obj.docstring is not None:
             obj.docstring.value = "\n".join(fenced(obj.docstring.value.splitlines()))
 
 
 def fenced(lines: list[str]) -> Iterator[str]:
-    """Yield the lines with doctests as fenced blocks of code.
+    """Yield the lines with a fence around each doctest, at its indentation.
 
     >>> list(fenced(["Add.", "", "    >>> 1 + 1", "    2"]))
     ['Add.', '', '    ```pycon', '    >>> 1 + 1', '    2', '    ```']
     """
     indent: str | None = None
     for line in lines:
-        if indent is None and line.lstrip().startswith(">>>"):
-            indent = line[: len(line) - len(line.lstrip())]
+        text = line.lstrip()
+        if indent is None and text.startswith(">>>"):
+            indent = line[: len(line) - len(text)]
             yield f"{indent}```pycon"
-        elif indent is not None and not line.strip():
+        elif indent is not None and not text:
             yield f"{indent}```"
             indent = None
         yield line

@@ -70,7 +70,6 @@ def render_notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:
     text, resources = nbconvert.MarkdownExporter().from_filename(str(path), resources)
     link = f"[Download the notebook]({path.name})\n"
     yield f"{path.stem}.md", text + "\n" + link
-    yield path.name, path.read_bytes()
     yield from resources["outputs"].items()
 
 

@@ -57,8 +57,8 @@ class World:
 
     def gradients(self, split, *, layer="", at=None, of="loss"):
         """Per-sample gradients `[B, P]` by autograd, of all parameters below a layer."""
-        found = per_sample_gradients(self.double(at), MEASURES[of], self.batch(split))
-        return torch.cat([v.flatten(1) for k, v in found.items() if k.startswith(layer)], 1)
+        actual = per_sample_gradients(self.double(at), MEASURES[of], self.batch(split))
+        return torch.cat([v.flatten(1) for k, v in actual.items() if k.startswith(layer)], 1)
 
 
 @pytest.fixture(scope="session")
@@ -91,9 +91,9 @@ def make_world():
         drawn = model.state_dict()
         states = {n: {k: torch.randn_like(v) for k, v in drawn.items()} for n in checkpoints}
         if states:
-            told = checkpoints if isinstance(checkpoints, dict) else {}
+            reported = checkpoints if isinstance(checkpoints, dict) else {}
             options["checkpoints"] = {
-                n: gk.Weights(state, **told.get(n, {})) for n, state in states.items()
+                n: gk.Weights(state, **reported.get(n, {})) for n, state in states.items()
             }
         options = {"task": gk.Classification(), "progress": False, **options}
         for split, batch in data.items():

@@ -35,7 +35,7 @@ def trained(tmp_path):
 
 def test_scores_are_those_of_autograd(trained):
     store, model, adam, x, y = trained
-    found = gk.attribute(store, method="adam", state=read_adam(adam.state_dict(), model))
+    scores = gk.attribute(store, method="adam", state=read_adam(adam.state_dict(), model))
     rows, roots = [], []
     for at in range(10):
         model.zero_grad()
@@ -46,12 +46,14 @@ def test_scores_are_those_of_autograd(trained):
         second = state["exp_avg_sq"].double() / (1 - 0.999 ** float(state["step"]))
         roots.append((second.sqrt() + 1e-8).flatten())
     whole = torch.stack(rows)
-    wanted = ((whole[7:] / torch.cat(roots)) @ whole[:7].t()).numpy()
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
+    expected = ((whole[7:] / torch.cat(roots)) @ whole[:7].t()).numpy()
+    np.testing.assert_allclose(
+        scores.numpy(), expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
+    )
     parts = gk.attribute(
         store, method="adam", state=read_adam(adam.state_dict(), model), per_layer=True
     )
-    np.testing.assert_allclose(parts.per_layer.sum(0), found.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(parts.per_layer.sum(0), scores.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_that_is_missing_or_of_another_model_is_refused(trained):

@@ -88,16 +88,16 @@ def capture(store, kind, keep="factors", query_keep=None, dtype=torch.float32, *
     return model
 
 
-def near(found, wanted, by=1e-5):
-    return np.abs(found - wanted).max() <= by * np.abs(wanted).max()
+def near(actual, expected, by=1e-5):
+    return np.abs(actual - expected).max() <= by * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("method", ["dot", "kfac", "ekfac"])
 def test_tokens_from_factors_add_up_to_the_scores(store, method):
     capture(store, "tied")
     scores = gk.attribute(store, method=method).numpy()
-    found = gk.attribute_tokens(store, method=method)
-    assert near(found.sums, scores)
+    actual = gk.attribute_tokens(store, method=method)
+    assert near(actual.sums, scores)
     some = gk.attribute_tokens(store, method=method, ids=[2, 1], train_ids=[7, 0])
     assert near(some.sums, scores[[2, 1]][:, [7, 0]])
     assert some.train_ids.tolist() == [7, 0]
@@ -111,28 +111,28 @@ def test_tokens_from_factors_add_up_to_the_scores(store, method):
 def test_tokens_of_a_second_run_add_up_to_the_scores(store, kind, method, dtype, by):
     model = capture(store, kind, dtype=dtype)
     scores = gk.attribute(store, method=method).numpy()
-    found = gk.attribute_tokens(
+    actual = gk.attribute_tokens(
         store, method=method, train_ids=[9, 2, 3], model=model, loader=batches(10, 10), task=TASK
     )
-    assert near(found.sums, scores[:, [9, 2, 3]], by)
-    assert found.replayed
+    assert near(actual.sums, scores[:, [9, 2, 3]], by)
+    assert actual.replayed
     if kind == "recurrent":
-        assert len(found.rest_layers) > 0
-        assert all("cells" in name for name in found.rest_layers)
+        assert len(actual.rest_layers) > 0
+        assert all("cells" in name for name in actual.rest_layers)
     else:
-        assert found.rest_layers == ()
-        assert not found.rest.any()
+        assert actual.rest_layers == ()
+        assert not actual.rest.any()
 
 
 def by_token(model, batch, row, direction):
     """`[T]` in float64: every module's output moves along the direction, times its gradient."""
     model = copy.deepcopy(model).double()
     names = {id(p): name for name, p in model.named_parameters()}
-    kept = []
+    stored = []
 
     def keep(module, args, output):
         output.retain_grad()
-        kept.append((module, args[0].detach(), output))
+        stored.append((module, args[0].detach(), output))
 
     handles = [
         module.register_forward_hook(keep)
@@ -144,7 +144,7 @@ def by_token(model, batch, row, direction):
     for handle in handles:
         handle.remove()
     total = torch.zeros(LENGTH, dtype=torch.float64)
-    for module, x, output in kept:
+    for module, x, output in stored:
         moved = {n: p + direction[names[id(p)]] for n, p in module.named_parameters()}
         # Each of them is linear in its weights: the change is the derivative.
         change = torch.func.functional_call(module, moved, (x,)) - output
@@ -157,7 +157,7 @@ def by_token(model, batch, row, direction):
 def test_a_token_carries_what_autograd_says(store, kind):
     model = capture(store, kind)
     loader = batches(10, 10)
-    found = gk.attribute_tokens(
+    actual = gk.attribute_tokens(
         store, method="dot", ids=[1], train_ids=[5, 8], model=model, loader=loader, task=TASK
     )
     double = copy.deepcopy(model).double()
@@ -165,9 +165,11 @@ def test_a_token_carries_what_autograd_says(store, kind):
     TASK.losses(double, one).sum().backward()
     direction = {name: p.grad for name, p in double.named_parameters()}
     for place, row in enumerate((5, 8)):
-        wanted = by_token(model, loader[row // 4], row % 4, direction).numpy()
-        assert near(found.values[0, place], wanted)
-        assert found.of(1, row).tolist() == found.values[0, place, : found.lengths[place]].tolist()
+        expected = by_token(model, loader[row // 4], row % 4, direction).numpy()
+        assert near(actual.values[0, place], expected)
+        assert (
+            actual.of(1, row).tolist() == actual.values[0, place, : actual.lengths[place]].tolist()
+        )
 
 
 @pytest.mark.parametrize("keep", [gk.Keep(700, rows=10), gk.Keep(600, bits=8, rows=10, fold=1)])
@@ -178,12 +180,12 @@ def test_coordinates_are_told_apart_by_a_second_run(store, keep):
         store, model, loader, task=TASK, split="plain", keep="queries", progress=False, layers="*"
     )
     unrounded = gk.attribute(store, train="plain", method="ekfac").numpy()
-    found = gk.attribute_tokens(
+    actual = gk.attribute_tokens(
         store, ids=[0, 2], train_ids=[1, 6], model=model, loader=loader, task=TASK
     )
-    assert found.method == "ekfac"
-    assert near(found.sums, unrounded[[0, 2]][:, [1, 6]])
-    assert "coordinates" in found.approximate
+    assert actual.method == "ekfac"
+    assert near(actual.sums, unrounded[[0, 2]][:, [1, 6]])
+    assert "coordinates" in actual.approximate
     with raises(QueryError, "query.coordinates_only"):
         gk.attribute_tokens(store)
 
@@ -192,8 +194,10 @@ def test_random_coordinates_have_tokens_too(store):
     keep = gk.Keep(700, coordinates="random", bits=32, rows=10)
     model = capture(store, "untied", keep, layers="*")
     scores = gk.attribute(store, method="dot").numpy()
-    found = gk.attribute_tokens(store, method="dot", model=model, loader=batches(10, 10), task=TASK)
-    assert near(found.sums, scores)
+    actual = gk.attribute_tokens(
+        store, method="dot", model=model, loader=batches(10, 10), task=TASK
+    )
+    assert near(actual.sums, scores)
 
 
 def test_rows_with_ids_and_columns_are_found_again(store):
@@ -211,28 +215,28 @@ def test_rows_with_ids_and_columns_are_found_again(store):
             columns={"text": texts},
             progress=False,
         )
-    again = {"model": model, "loader": loader, "task": TASK, "loader_ids": ids}
-    found = gk.attribute_tokens(
-        store, method="dot", ids=[7], train_ids=[20, 2], columns={"text": texts}, **again
+    repeated = {"model": model, "loader": loader, "task": TASK, "loader_ids": ids}
+    actual = gk.attribute_tokens(
+        store, method="dot", ids=[7], train_ids=[20, 2], columns={"text": texts}, **repeated
     )
     scores = gk.attribute(store, method="dot").numpy()
-    assert near(found.sums, scores[1:2, [3, 5]])
+    assert near(actual.sums, scores[1:2, [3, 5]])
     with raises(CaptureError, "capture.rows_changed"):
-        gk.attribute_tokens(store, columns={"text": texts[::-1]}, **again)
+        gk.attribute_tokens(store, columns={"text": texts[::-1]}, **repeated)
 
 
 def test_the_largest_tokens_are_named(store):
     capture(store, "tied")
-    found = gk.attribute_tokens(store, ids=[0], train_ids=[4], method="dot")
-    own = found.of(0, 4)
-    (first, value), *_ = found.top(3, query=0, row=4)
+    actual = gk.attribute_tokens(store, ids=[0], train_ids=[4], method="dot")
+    own = actual.of(0, 4)
+    (first, value), *_ = actual.top(3, query=0, row=4)
     assert value == own.max()
     assert first == int(own.argmax())
-    assert "positive helps" in repr(found)
+    assert "positive helps" in repr(actual)
     with pytest.raises(AttributionError, match="no scores of row 5"):
-        found.of(0, 5)
+        actual.of(0, 5)
     with pytest.raises(AttributionError, match="no scores of query 5"):
-        found.of(5, 4)
+        actual.of(5, 4)
 
 
 def test_what_has_no_tokens_is_refused(store):
@@ -245,17 +249,17 @@ def test_what_has_no_tokens_is_refused(store):
         gk.attribute_tokens(store, method="ekfac", unit_norm=True)
     with pytest.raises(AttributionError, match="loader and task"):
         gk.attribute_tokens(store, model=model)
-    again = {"model": model, "loader": loader, "task": TASK, "method": "dot", "train_ids": [1]}
+    repeated = {"model": model, "loader": loader, "task": TASK, "method": "dot", "train_ids": [1]}
     with raises(CaptureError, "capture.other_task"):
-        gk.attribute_tokens(store, **again | {"task": gk.LanguageModeling(reduction="mean")})
+        gk.attribute_tokens(store, **repeated | {"task": gk.LanguageModeling(reduction="mean")})
     with raises(CaptureError, "capture.other_weights"):
-        gk.attribute_tokens(store, **again | {"model": make_model("untied")})
+        gk.attribute_tokens(store, **repeated | {"model": make_model("untied")})
     with raises(CaptureError, "capture.rows_changed"):
-        gk.attribute_tokens(store, **again | {"loader": batches(10, 11)})
+        gk.attribute_tokens(store, **repeated | {"loader": batches(10, 11)})
     with raises(CaptureError, "capture.rows_missing"):
-        gk.attribute_tokens(store, **again | {"loader": loader[:1], "train_ids": [9]})
+        gk.attribute_tokens(store, **repeated | {"loader": loader[:1], "train_ids": [9]})
     with pytest.raises(QueryError, match="42"):
-        gk.attribute_tokens(store, **again | {"train_ids": [42]})
+        gk.attribute_tokens(store, **repeated | {"train_ids": [42]})
     gk.capture(store, model, loader, task=TASK, split="train", checkpoints="x", progress=False)
     gk.capture(
         store, model, batches(3, 3), task=TASK, split="test", checkpoints="x", progress=False

@@ -20,7 +20,7 @@ class Squared(gk.Task):
 @pytest.fixture(scope="module")
 def world(make_world):
     """A store with embeddings, and the model and data."""
-    made = make_world(
+    world = make_world(
         lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
         (3,),
         rows=9,
@@ -29,17 +29,17 @@ def world(make_world):
         checkpoints=("a", "b"),
         embeddings=["0", "1"],
     )
-    for split, batch in made.data.items():
+    for split, batch in world.data.items():
         gk.capture(
-            made.store,
-            made.model,
+            world.store,
+            world.model,
             [batch],
             task=Squared(),
             split=split,
             name="plain",
             progress=False,
         )
-    return made.store, made.model, made.states, made.data
+    return world.store, world.model, world.states, world.data
 
 
 def embedded(model, state, x, upto):
@@ -49,35 +49,35 @@ def embedded(model, state, x, upto):
 
 def test_loss_is_the_mean_over_checkpoints_and_lowers(world):
     store, model, states, data = world
-    wanted = np.zeros(9)
+    expected = np.zeros(9)
     for state in states.values():
         model.load_state_dict(state)
         logits = model(data["train"][0])
         losses = nn.functional.cross_entropy(logits, data["train"][1], reduction="none")
-        wanted -= losses.detach().numpy() / 2
-    found = gk.attribute(store, method="loss")
-    assert found.shape == (1, 9)
-    assert np.allclose(found.numpy()[0], wanted, rtol=1e-5)
+        expected -= losses.detach().numpy() / 2
+    scores = gk.attribute(store, method="loss")
+    assert scores.shape == (1, 9)
+    assert np.allclose(scores.numpy()[0], expected, rtol=1e-5)
 
 
 def test_labels_match_or_do_not(world):
     store, _, _, data = world
-    found = gk.attribute(store, method="label-match", checkpoints="a", ids=[3, 1]).numpy()
-    wanted = data["test"][1][[3, 1], None] == data["train"][1]
-    assert np.array_equal(found, wanted.float().numpy())
+    scores = gk.attribute(store, method="label-match", checkpoints="a", ids=[3, 1]).numpy()
+    expected = data["test"][1][[3, 1], None] == data["train"][1]
+    assert np.array_equal(scores, expected.float().numpy())
 
 
 @pytest.mark.parametrize(("layer", "upto"), [(None, 1), ("0", 0), ("1", 1)])
 def test_similarity_is_the_cosine_of_embeddings(world, layer, upto):
     store, model, states, data = world
-    found = gk.attribute(store, method="similarity", checkpoints="b", layer=layer).numpy()
+    scores = gk.attribute(store, method="similarity", checkpoints="b", layer=layer).numpy()
     q, n = (embedded(model, states["b"], data[s][0], upto) for s in ("test", "train"))
-    wanted = (q @ n.T) / q.norm(dim=1)[:, None] / n.norm(dim=1)
-    assert np.allclose(found, wanted, atol=1e-5)
+    expected = (q @ n.T) / q.norm(dim=1)[:, None] / n.norm(dim=1)
+    assert np.allclose(scores, expected, atol=1e-5)
 
 
 def vote(near, agree, k):
-    """What the k nearest of some rows are worth: the share of k that agrees."""
+    """Return the value of the k nearest of some rows: the share of k that agrees."""
     order = np.argsort(near, kind="stable")[:k]
     return sum(agree[order]) / k
 
@@ -86,26 +86,26 @@ def vote(near, agree, k):
 def test_shapley_values_are_means_over_all_orders(k):
     rng = np.random.default_rng(k)
     near, agree = rng.permutation(6) * 1.0, rng.integers(0, 2, 6) * 1.0
-    wanted = np.zeros(6)
+    expected = np.zeros(6)
     orders = list(permutations(range(6)))
     for order in orders:
         for at, row in enumerate(order):
             before, after = list(order[:at]), list(order[: at + 1])
             gain = vote(near[after], agree[after], k) - vote(near[before], agree[before], k)
-            wanted[row] += gain / len(orders)
-    found = shapley(torch.tensor(near)[None], torch.tensor(agree)[None], k=k)[0]
-    assert np.allclose(found, wanted)
+            expected[row] += gain / len(orders)
+    actual = shapley(torch.tensor(near)[None], torch.tensor(agree)[None], k=k)[0]
+    assert np.allclose(actual, expected)
 
 
 def test_knn_shapley_sorts_by_distance_of_embeddings(world):
     store, model, states, data = world
-    found = gk.attribute(store, method="knn-shapley", checkpoints="a", k=3, layer="0").numpy()
+    scores = gk.attribute(store, method="knn-shapley", checkpoints="a", k=3, layer="0").numpy()
     q, n = (embedded(model, states["a"], data[s][0], 0) for s in ("test", "train"))
     agree = (data["test"][1][:, None] == data["train"][1]).double()
-    wanted = shapley(torch.cdist(q, n), agree, k=3)
-    assert np.allclose(found, wanted, atol=1e-6)
+    expected = shapley(torch.cdist(q, n), agree, k=3)
+    assert np.allclose(scores, expected, atol=1e-6)
     near = torch.cdist(q, n).argsort(dim=1, stable=True)[:, :3]
-    assert np.allclose(found.sum(1), agree.gather(1, near).mean(1), atol=1e-6)
+    assert np.allclose(scores.sum(1), agree.gather(1, near).mean(1), atol=1e-6)
 
 
 @pytest.mark.parametrize(

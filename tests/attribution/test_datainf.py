@@ -31,14 +31,14 @@ def by_inverses(q, n, damping):
 @settings(max_examples=8)
 @given(kind=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 999), relative=st.floats(0.05, 5))
 def test_scores_are_those_of_the_mean_inverse(make_world, kind, seed, relative):
-    made = make_world(*MODELS[kind], seed=seed, **SMALL)
-    store = made.store
-    found = gk.attribute(store, method="datainf", damping=relative, per_layer=True)
-    for layer, part in zip(found.layers, found.per_layer, strict=True):
-        q, n = (made.gradients(s, layer=layer).numpy() for s in ("test", "train"))
-        wanted = by_inverses(q, n, relative * np.square(n).mean())
-        assert np.abs(part - wanted).max() <= 1e-3 * np.abs(wanted).max()
-    assert np.allclose(found.numpy(), found.per_layer.sum(0), rtol=1e-4, atol=1e-4)
+    world = make_world(*MODELS[kind], seed=seed, **SMALL)
+    store = world.store
+    scores = gk.attribute(store, method="datainf", damping=relative, per_layer=True)
+    for layer, part in zip(scores.layers, scores.per_layer, strict=True):
+        q, n = (world.gradients(s, layer=layer).numpy() for s in ("test", "train"))
+        expected = by_inverses(q, n, relative * np.square(n).mean())
+        assert np.abs(part - expected).max() <= 1e-3 * np.abs(expected).max()
+    assert np.allclose(scores.numpy(), scores.per_layer.sum(0), rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=12)
@@ -49,27 +49,27 @@ def test_scores_are_those_of_the_mean_inverse(make_world, kind, seed, relative):
 )
 def test_either_way_to_multiply_all_rows_gives_them(make_world, kind, seed, by_sums):
     store = make_world(*MODELS[kind], seed=seed, **SMALL).store
-    wanted = gk.attribute(store, method="datainf").numpy()
+    expected = gk.attribute(store, method="datainf").numpy()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_datainf, "_sums_cost_less", lambda *_: by_sums)
-        found = gk.attribute(store, method="datainf").numpy()
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        scores = gk.attribute(store, method="datainf").numpy()
+    assert np.abs(scores - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_of_many_rows_no_products_of_all_pairs_are_made(make_world, monkeypatch):
     store = make_world(*MODELS["mlp"], rows=400, queries=2).store
-    wanted = gk.attribute(store, method="datainf").numpy()
+    expected = gk.attribute(store, method="datainf").numpy()
     monkeypatch.delattr(_datainf, "_subtract_by_kernel")
-    assert np.array_equal(gk.attribute(store, method="datainf").numpy(), wanted)
+    assert np.array_equal(gk.attribute(store, method="datainf").numpy(), expected)
 
 
 def test_damping_can_be_absolute_and_must_be_above_zero(make_world):
-    made = make_world(*MODELS["mlp"], **SMALL)
-    store = made.store
-    found = gk.attribute(store, method="datainf", absolute_damping=0.03, layers="0").numpy()
-    q, n = (made.gradients(s, layer="0").numpy() for s in ("test", "train"))
-    wanted = by_inverses(q, n, 0.03)
-    assert np.abs(found - wanted).max() <= 1e-3 * np.abs(wanted).max()
+    world = make_world(*MODELS["mlp"], **SMALL)
+    store = world.store
+    scores = gk.attribute(store, method="datainf", absolute_damping=0.03, layers="0").numpy()
+    q, n = (world.gradients(s, layer="0").numpy() for s in ("test", "train"))
+    expected = by_inverses(q, n, 0.03)
+    assert np.abs(scores - expected).max() <= 1e-3 * np.abs(expected).max()
     with pytest.raises(AttributionError, match="damping"):
         gk.attribute(store, method="datainf", damping=-0.1)
 

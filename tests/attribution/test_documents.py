@@ -25,16 +25,16 @@ def test_chunks_are_summed_to_documents(kind):
     scores = gk.Scores(values, np.arange(150), np.arange(40))
     columns = [kind(number) for number in rng.integers(-4, 9, 40)]
     lines = [kind(number) for number in rng.integers(5, 60, 150)]
-    rows, cols, wanted = brute(values, lines, columns)
-    found = scores.by_document(columns, queries=lines)
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-5)
+    rows, cols, expected = brute(values, lines, columns)
+    actual = scores.by_document(columns, queries=lines)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-5)
     if kind is int:
-        assert found.train_ids.tolist() == cols
-        assert found.query_ids.tolist() == rows
+        assert actual.train_ids.tolist() == cols
+        assert actual.query_ids.tolist() == rows
     else:
-        assert found.train_labels.tolist() == cols
-        assert found.query_labels.tolist() == rows
-        assert found.train_ids.tolist() == list(range(len(cols)))
+        assert actual.train_labels.tolist() == cols
+        assert actual.query_labels.tolist() == rows
+        assert actual.train_ids.tolist() == list(range(len(cols)))
     one = scores.by_document(columns)
     np.testing.assert_allclose(one.numpy(), brute(values, range(150), columns)[2], atol=1e-5)
     assert one.query_ids.tolist() == list(range(150))
@@ -46,29 +46,29 @@ def test_documents_given_to_attribute_are_those_of_the_scores(make_world):
     world = make_world(lambda: torch.nn.Linear(4, 3), (4,), rows=6, queries=4)
     chunks = [7, 7, 3, 7, 3, 9]
     plain = gk.attribute(world.store, method="dot", per_layer=True)
-    found = gk.attribute(
+    actual = gk.attribute(
         world.store, method="dot", documents=chunks, per_layer=True, save="documents"
     )
-    assert found.train_ids.tolist() == [7, 3, 9]
-    np.testing.assert_allclose(found.numpy(), plain.by_document(chunks).numpy())
-    np.testing.assert_allclose(found.per_layer.sum(0), found.numpy(), rtol=1e-5, atol=1e-6)
-    assert found.top(1, query=0).ids[0] in (7, 3, 9)
-    assert "summed over the rows of a document" in repr(found)
-    again = gk.Scores.load(world.store, "documents")
-    assert again.train_ids.tolist() == [7, 3, 9]
+    assert actual.train_ids.tolist() == [7, 3, 9]
+    np.testing.assert_allclose(actual.numpy(), plain.by_document(chunks).numpy())
+    np.testing.assert_allclose(actual.per_layer.sum(0), actual.numpy(), rtol=1e-5, atol=1e-6)
+    assert actual.top(1, query=0).ids[0] in (7, 3, 9)
+    assert "summed over the rows of a document" in repr(actual)
+    second_scores = gk.Scores.load(world.store, "documents")
+    assert second_scores.train_ids.tolist() == [7, 3, 9]
     both = gk.attribute(
         world.store, method="dot", documents=chunks, query_documents=np.array([1, 1, 2, 2])
     )
     assert both.shape == (2, 3)
-    np.testing.assert_allclose(both.numpy()[0], found.numpy()[:2].sum(0), rtol=1e-5)
+    np.testing.assert_allclose(both.numpy()[0], actual.numpy()[:2].sum(0), rtol=1e-5)
 
 
 def test_the_sum_is_the_product_with_the_documents_gradient(make_world):
     world = make_world(lambda: torch.nn.Linear(4, 3), (4,), rows=6, queries=2)
     g, q = world.gradients("train"), world.gradients("test")
     whole = torch.stack([g[[0, 1, 3]].sum(0), g[[2, 4]].sum(0), g[5]])
-    found = gk.attribute(world.store, method="dot", documents=[7, 7, 3, 7, 3, 9])
-    np.testing.assert_allclose(found.numpy(), (q @ whole.T).numpy(), rtol=1e-5, atol=1e-6)
+    actual = gk.attribute(world.store, method="dot", documents=[7, 7, 3, 7, 3, 9])
+    np.testing.assert_allclose(actual.numpy(), (q @ whole.T).numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ class Curved:
         return gk.attribute(self.store, method=method, curvature=kind, **options)
 
 
-def close(found, wanted, tolerance=2e-3):
-    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+def close(actual, expected, tolerance=2e-3):
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,16 +101,16 @@ def test_scores_are_those_of_the_explicit_inverse(make_world, model, kind):
     # Enough to lift the Hessian's negative directions.
     least = -np.linalg.eigvalsh(world.curvature(kind)).min()
     damping = max(2 * least, world.damping(1.0))
-    found = world.ask("influence", kind, absolute_damping=damping, tolerance=1e-5, per_layer=True)
-    close(found.numpy(), world.influence(kind, damping))
+    actual = world.ask("influence", kind, absolute_damping=damping, tolerance=1e-5, per_layer=True)
+    close(actual.numpy(), world.influence(kind, damping))
     solved = np.linalg.solve(
         world.curvature(kind) + damping * np.eye(sum(world.sizes)), world.gradients("test").T
     )
     at = 0
-    for size, part in zip(world.sizes, found.per_layer, strict=True):
+    for size, part in zip(world.sizes, actual.per_layer, strict=True):
         here = slice(at, at + size)
-        wanted = solved[here].T @ world.gradients("train")[:, here].T
-        assert np.abs(part - wanted).max() <= 2e-3 * np.abs(found.numpy()).max()
+        expected = solved[here].T @ world.gradients("train")[:, here].T
+        assert np.abs(part - expected).max() <= 2e-3 * np.abs(actual.numpy()).max()
         at += size
 
 
@@ -120,9 +120,9 @@ def test_scores_are_those_of_the_explicit_inverse(make_world, model, kind):
 )
 def test_damping_is_relative_to_the_mean_squared_gradient(make_world, seed, relative, kind):
     world = Curved(make_world, seed=seed)
-    found = world.ask("influence", kind, damping=relative)
-    close(found.numpy(), world.influence(kind, world.damping(relative)), tolerance=5e-3)
-    assert found.exact
+    actual = world.ask("influence", kind, damping=relative)
+    close(actual.numpy(), world.influence(kind, world.damping(relative)), tolerance=5e-3)
+    assert actual.exact
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -138,13 +138,13 @@ def test_the_byte_budget_changes_nothing(make_world, per_layer):
 def test_arnoldi_inverts_along_the_top_eigenvectors(make_world, kind):
     world = Curved(make_world)
     damping = world.damping(0.5)
-    found = world.ask("arnoldi", kind, rank=4, iterations=24, absolute_damping=damping)
+    actual = world.ask("arnoldi", kind, rank=4, iterations=24, absolute_damping=damping)
     values, vectors = np.linalg.eigh(world.curvature(kind))
     values, vectors = values[::-1][:4], vectors[:, ::-1][:, :4]
     n, q = world.gradients("train") @ vectors, world.gradients("test") @ vectors
-    close(found.numpy(), (q / (values + damping)) @ n.T, tolerance=1e-2)
-    assert not found.exact
-    assert found.approximate == "the 4 directions of most curvature"
+    close(actual.numpy(), (q / (values + damping)) @ n.T, tolerance=1e-2)
+    assert not actual.exact
+    assert actual.approximate == "the 4 directions of most curvature"
 
 
 def test_arnoldi_by_another_seed_finds_the_same(make_world):
@@ -165,26 +165,28 @@ def test_lanczos_finds_the_largest_and_stops_in_a_closed_space():
         calls.append(1)
         return matrix @ vector
 
-    found = lanczos(product, torch.ones(30).double(), iterations=30, rank=10)
-    assert torch.allclose(found.values, torch.tensor([5.0, 4.0, 2.0]).double())
+    actual = lanczos(product, torch.ones(30).double(), iterations=30, rank=10)
+    assert torch.allclose(actual.values, torch.tensor([5.0, 4.0, 2.0]).double())
     assert len(calls) < 10
-    assert torch.allclose(found.vectors @ matrix, found.values[:, None] * found.vectors, atol=1e-6)
+    assert torch.allclose(
+        actual.vectors @ matrix, actual.values[:, None] * actual.vectors, atol=1e-6
+    )
 
 
 def test_conjugate_gradients_solve_each_right_hand_side():
     rng = np.random.default_rng(1)
     root = rng.standard_normal((12, 12))
     matrix = torch.tensor(root @ root.T + np.eye(12))
-    wanted = torch.tensor(rng.standard_normal((3, 12)))
-    wanted[1] = 0
-    found = conjugate_gradients(lambda v: v @ matrix, wanted, tolerance=1e-10, max_steps=40)
-    assert torch.allclose(found @ matrix, wanted, atol=1e-8)
+    expected = torch.tensor(rng.standard_normal((3, 12)))
+    expected[1] = 0
+    actual = conjugate_gradients(lambda v: v @ matrix, expected, tolerance=1e-10, max_steps=40)
+    assert torch.allclose(actual @ matrix, expected, atol=1e-8)
     with raises(AttributionError, "attribute.not_converged", mentions="2 steps"):
-        conjugate_gradients(lambda v: v @ matrix, wanted, tolerance=1e-10, max_steps=2)
+        conjugate_gradients(lambda v: v @ matrix, expected, tolerance=1e-10, max_steps=2)
     with raises(AttributionError, "attribute.negative_curvature"):
-        conjugate_gradients(lambda v: -v, wanted, tolerance=1e-3, max_steps=2)
+        conjugate_gradients(lambda v: -v, expected, tolerance=1e-3, max_steps=2)
     with raises(AttributionError, "attribute.not_finite"):
-        conjugate_gradients(lambda v: v * torch.nan, wanted, tolerance=1e-3, max_steps=2)
+        conjugate_gradients(lambda v: v * torch.nan, expected, tolerance=1e-3, max_steps=2)
 
 
 def test_the_model_is_left_in_its_mode(make_world):

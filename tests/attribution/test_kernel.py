@@ -21,7 +21,7 @@ AT = ("one", "two", "three")
 @pytest.fixture(scope="module")
 def world(make_world):
     """A store with three checkpoints, and margins and their gradients at each in float64."""
-    made = make_world(
+    world = make_world(
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
         (4,),
         rows=ROWS,
@@ -29,11 +29,11 @@ def world(make_world):
         checkpoints=AT,
     )
     truth = {}
-    for split in made.data:
+    for split in world.data:
         for name in AT:
-            q = torch.sigmoid(-made.margins(split, at=name))
-            truth[split, name] = made.gradients(split, at=name, of="output"), q
-    return made.store, truth
+            q = torch.sigmoid(-world.margins(split, at=name))
+            truth[split, name] = world.gradients(split, at=name, of="output"), q
+    return world.store, truth
 
 
 def by_hand(truth, at, *, weight="q", damping=1.0, q=None):
@@ -49,8 +49,8 @@ def by_hand(truth, at, *, weight="q", damping=1.0, q=None):
     return torch.stack(parts).mean(0).numpy()
 
 
-def close(found, wanted):
-    return np.abs(found - wanted).max() <= 2e-4 * np.abs(wanted).max()
+def close(actual, expected):
+    return np.abs(actual - expected).max() <= 2e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("weight", ["q", "q(1-q)", "none"])
@@ -58,32 +58,32 @@ def close(found, wanted):
 @pytest.mark.parametrize("damping", [0.3, 1.0])
 def test_kernel_is_the_damped_inverse_in_parameter_space(world, weight, at, damping):
     store, truth = world
-    found = gk.attribute(store, checkpoints=at, weight=weight, damping=damping)
-    assert close(found.numpy(), by_hand(truth, at, weight=weight, damping=damping))
-    assert found.exact
+    scores = gk.attribute(store, checkpoints=at, weight=weight, damping=damping)
+    assert close(scores.numpy(), by_hand(truth, at, weight=weight, damping=damping))
+    assert scores.exact
 
 
 def test_kernel_is_the_default_over_all_checkpoints(world):
     store, truth = world
     assert gk.attribute(store).method == "kernel"
-    wanted = by_hand(truth, sorted(AT), weight="q", damping=1.0)
-    assert close(gk.attribute(store).numpy(), wanted)
+    expected = by_hand(truth, sorted(AT), weight="q", damping=1.0)
+    assert close(gk.attribute(store).numpy(), expected)
 
 
 def test_layers_add_up(world):
     store, _ = world
-    found = gk.attribute(store, per_layer=True)
-    assert found.per_layer.shape == (2, ASKED, ROWS)
-    assert close(found.per_layer.sum(0), gk.attribute(store).numpy())
-    assert np.abs(found.per_layer).max(axis=(1, 2)).min() > 0
+    scores = gk.attribute(store, per_layer=True)
+    assert scores.per_layer.shape == (2, ASKED, ROWS)
+    assert close(scores.per_layer.sum(0), gk.attribute(store).numpy())
+    assert np.abs(scores.per_layer).max(axis=(1, 2)).min() > 0
 
 
 def test_given_q_takes_the_place_of_the_pooled_one(world):
     store, truth = world
     q = np.linspace(0.0, 1.0, ROWS)  # both ends are probabilities too
-    found = gk.attribute(store, checkpoints="one", q=q)
-    assert close(found.numpy(), by_hand(truth, ["one"], q=torch.from_numpy(q)))
-    assert not close(found.numpy(), by_hand(truth, ["one"]))
+    scores = gk.attribute(store, checkpoints="one", q=q)
+    assert close(scores.numpy(), by_hand(truth, ["one"], q=torch.from_numpy(q)))
+    assert not close(scores.numpy(), by_hand(truth, ["one"]))
     for wrong, words in ((q[:3], r"expected \[\d+\]"), (q * 2, "between 0 and 1")):
         with pytest.raises(AttributionError, match=words):
             gk.attribute(store, q=wrong)
@@ -127,8 +127,8 @@ def test_trak_is_the_ridged_inverse_of_projected_gradients(world, dim, ridge):
         lam = ridge * second.trace() / min(dim, ROWS)
         inverse = torch.linalg.inv(second + lam * torch.eye(dim, dtype=x.dtype))
         parts.append((g @ inverse @ x.T) * pooled)
-    found = gk.attribute(store, method="trak", dim=dim, ridge=ridge, seed=3)
-    assert close(found.numpy(), torch.stack(parts).mean(0).numpy())
+    scores = gk.attribute(store, method="trak", dim=dim, ridge=ridge, seed=3)
+    assert close(scores.numpy(), torch.stack(parts).mean(0).numpy())
 
 
 def test_trak_without_a_ridge_needs_more_rows_than_numbers(world):
@@ -158,9 +158,9 @@ def test_dual_and_primal_are_the_same(rows, dim, seed, damping):
     other = dual(x @ x.T, weight=weight, pull=pull, damping=damping)(g @ x.T)
     a = x.double()
     inverse = torch.linalg.inv(a.T @ (weight.unsqueeze(1) * a) + damping * torch.eye(dim))
-    wanted = (g.double() @ inverse @ a.T) * pull
-    assert torch.allclose(one.double(), wanted, rtol=1e-3, atol=1e-4)
-    assert torch.allclose(other.double(), wanted, rtol=1e-3, atol=1e-4)
+    expected = (g.double() @ inverse @ a.T) * pull
+    assert torch.allclose(one.double(), expected, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(other.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_damping_is_relative_to_any_diagonal_above_zero():
@@ -183,10 +183,10 @@ def test_of_squared_errors_the_weight_is_one(tmp_path):
     x, g = (torch.cat([data[s][0], torch.ones(len(data[s][1]), 1)], 1) for s in ("train", "test"))
     residual = (net(data["train"][0]).squeeze(1) - data["train"][1]).detach()
     lam = x.square().sum(1).mean()
-    wanted = g @ torch.linalg.inv(x.T @ x + lam * torch.eye(4)) @ x.T * -residual
-    assert close(gk.attribute(store, target="output").numpy(), wanted.numpy())
-    asked = (net(data["test"][0]).squeeze(1) - data["test"][1]).detach()
-    assert close(gk.attribute(store).numpy(), (-asked[:, None] * wanted).numpy())
+    expected = g @ torch.linalg.inv(x.T @ x + lam * torch.eye(4)) @ x.T * -residual
+    assert close(gk.attribute(store, target="output").numpy(), expected.numpy())
+    residuals = (net(data["test"][0]).squeeze(1) - data["test"][1]).detach()
+    assert close(gk.attribute(store).numpy(), (-residuals[:, None] * expected).numpy())
     with raises(AttributionError, "attribute.q_without_margins"):
         gk.attribute(store, q=np.full(9, 0.5))
 
@@ -207,8 +207,8 @@ def test_of_losses_alone_the_kernel_is_theirs(tmp_path):
         for s in ("train", "test")
     )
     lam = x.square().sum(1).mean()
-    wanted = g @ torch.linalg.inv(x.T @ x + lam * torch.eye(4)) @ x.T
-    assert close(gk.attribute(store).numpy(), wanted.numpy())
+    expected = g @ torch.linalg.inv(x.T @ x + lam * torch.eye(4)) @ x.T
+    assert close(gk.attribute(store).numpy(), expected.numpy())
     with raises(AttributionError, "attribute.q_without_margins"):
         gk.attribute(store, q=np.full(9, 0.5))
 
@@ -233,9 +233,9 @@ def test_auto_takes_what_predicts_the_outcomes_of_subsets_best(world):
     masks = rng.random((60, ROWS)) < 0.5
     target = gk.attribute(store, damping=10.0).numpy()
     outcomes = masks @ target.T
-    found = gk.attribute(store, damping="auto", subsets=(masks, outcomes))
-    assert np.array_equal(found.numpy(), target)
-    assert "damping 10 of 0.3, 1, 3, 10" in found.chosen
+    scores = gk.attribute(store, damping="auto", subsets=(masks, outcomes))
+    assert np.array_equal(scores.numpy(), target)
+    assert "damping 10 of 0.3, 1, 3, 10" in scores.chosen
     name = "study"
     schema = gk.store.Schema(
         (
@@ -243,12 +243,12 @@ def test_auto_takes_what_predicts_the_outcomes_of_subsets_best(world):
             gk.store.Array("margins", shape=(ASKED,), kind="data"),
         )
     )
-    kept = store.rows(name, schema, num_rows=len(masks))
+    stored = store.rows(name, schema, num_rows=len(masks))
     for row in range(len(masks)):
-        kept.put(row, {"masks": masks[row], "margins": outcomes[row].astype(np.float32)})
-    again = gk.attribute(store, damping="auto")
-    assert np.array_equal(again.numpy(), target)
-    assert again.chosen == found.chosen.replace("of the passed subsets", "of study")
+        stored.put(row, {"masks": masks[row], "margins": outcomes[row].astype(np.float32)})
+    second_scores = gk.attribute(store, damping="auto")
+    assert np.array_equal(second_scores.numpy(), target)
+    assert second_scores.chosen == scores.chosen.replace("of the passed subsets", "of study")
     for wrong, code in (
         ((masks[:5], outcomes[:5]), "attribute.few_subsets"),
         ((masks[:, :4], outcomes), "attribute.wrong_subsets"),

@@ -86,8 +86,8 @@ def opened(make_world):
     """A store, and the model and data in float64."""
 
     def make(name, **options):
-        made = make_world(*MODELS[name], **options)
-        return made.store, made.double(), {s: made.batch(s) for s in made.data}
+        world = make_world(*MODELS[name], **options)
+        return world.store, world.double(), {s: world.batch(s) for s in world.data}
 
     return make
 
@@ -98,9 +98,9 @@ def losses(model, batch):
 
 def dense(model, data, module):
     """The gradients [B, P] of one module's own parameters."""
-    found = per_sample_gradients(model, losses, data)
+    actual = per_sample_gradients(model, losses, data)
     names = [f"{module}.{n}" for n, _ in model.get_submodule(module).named_parameters()]
-    return torch.cat([found[n].flatten(1) for n in names], 1)
+    return torch.cat([actual[n].flatten(1) for n in names], 1)
 
 
 def positions(model, data, module):
@@ -126,14 +126,14 @@ def positions(model, data, module):
     wide, narrow = x, g
     if isinstance(layer, nn.ConvTranspose2d):
         wide, narrow = g, x
-    found = []
+    actual = []
     for w, n in zip(wide.chunk(layer.groups, 1), narrow.chunk(layer.groups, 1), strict=True):
         patches = F.unfold(w, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
         patches = patches.transpose(1, 2).reshape(-1, patches.shape[1])
         if layer.bias is not None and isinstance(layer, nn.Conv2d):
             patches = torch.cat([patches, torch.ones(len(patches), 1).double()], 1)
-        found.append((patches, n.flatten(2).transpose(1, 2).reshape(-1, n.shape[1])))
-    return found
+        actual.append((patches, n.flatten(2).transpose(1, 2).reshape(-1, n.shape[1])))
+    return actual
 
 
 def matrices(model, data, module):
@@ -149,9 +149,9 @@ def matrices(model, data, module):
     return weight, rest
 
 
-def inverse_products(fisher, left, right, damping):
+def inverse_products(fisher, factors, right, damping):
     """left (F + damping)^-1 right^T"""
-    return left @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), right.T)
+    return factors @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), right.T)
 
 
 def by_factors(model, data, module, *, corrected, relative):
@@ -159,20 +159,22 @@ def by_factors(model, data, module, *, corrected, relative):
     layer = model.get_submodule(module)
     count = len(data["train"][0])
     sides = positions(model, data["train"], module)
-    (train, rest), (asked, rest_q) = (matrices(model, data[s], module) for s in ("train", "test"))
+    (train, rest), (requested, rest_q) = (
+        matrices(model, data[s], module) for s in ("train", "test")
+    )
     blocks, values = [], []
     for group, (x, g) in enumerate(sides):
         prefix, suffix = (x.T @ x / len(x)).numpy(), (g.T @ g / count).numpy()
         if isinstance(layer, nn.Embedding):  # x is the summed suffix, g the one-hot tokens
             prefix, suffix = (x.T @ x / count).numpy(), (g.T @ g / len(g)).numpy()
-        right, left = np.linalg.eigh(prefix), np.linalg.eigh(suffix)
+        right, remaining = np.linalg.eigh(prefix), np.linalg.eigh(suffix)
         if isinstance(layer, nn.Embedding):
-            left = (np.diag(suffix), np.eye(len(suffix)))
-        basis = np.kron(left[1], right[1])
-        n, q = train[:, group].flatten(1).numpy(), asked[:, group].flatten(1).numpy()
-        found = ((n @ basis) ** 2).mean(0) if corrected else np.kron(left[0], right[0])
+            remaining = (np.diag(suffix), np.eye(len(suffix)))
+        basis = np.kron(remaining[1], right[1])
+        n, q = train[:, group].flatten(1).numpy(), requested[:, group].flatten(1).numpy()
+        actual = ((n @ basis) ** 2).mean(0) if corrected else np.kron(remaining[0], right[0])
         blocks.append((basis, q, n))
-        values.append(found)
+        values.append(actual)
     if rest.shape[1]:
         moment = (rest.T @ rest / count).numpy()
         spectrum, basis = np.linalg.eigh(moment)
@@ -192,31 +194,31 @@ def whole(model, data, module, *, relative):
     return inverse_products(moment, q, n, relative * np.trace(moment) / len(moment))
 
 
-def close(found, wanted, tolerance=3e-4):
-    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+def close(actual, expected, tolerance=3e-4):
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
 def test_factors_give_the_scores_of_their_kronecker_products(opened, name, method):
     store, model, data = opened(name, keep="factors")
-    found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
-    wanted = [
+    actual = gk.attribute(store, method=method, damping=0.1, per_layer=True)
+    expected = [
         by_factors(model, data, layer, corrected=method == "ekfac", relative=0.1)
-        for layer in found.layers
+        for layer in actual.layers
     ]
-    for one, other in zip(found.per_layer, wanted, strict=True):
+    for one, other in zip(actual.per_layer, expected, strict=True):
         close(one, other)
-    close(found.numpy(), sum(wanted))
-    assert not found.exact
-    assert "Kronecker" in found.approximate
+    close(actual.numpy(), sum(expected))
+    assert not actual.exact
+    assert "Kronecker" in actual.approximate
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(opened, method):
     store, model, data = opened("words", keep="factors")
-    found = gk.attribute(store, method=method, damping=0.2, per_layer=True)
-    parts = dict(zip(found.layers, found.per_layer, strict=True))
+    actual = gk.attribute(store, method=method, damping=0.2, per_layer=True)
+    parts = dict(zip(actual.layers, actual.per_layer, strict=True))
     corrected = method == "ekfac"
     for layer in ("table", "head"):
         close(parts[layer], by_factors(model, data, layer, corrected=corrected, relative=0.2))
@@ -227,11 +229,11 @@ def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(opened, me
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
 def test_dense_layers_with_moments_of_all_rows_give_the_same(opened, name, method):
     store, model, data = opened(name, keep="dense")
-    found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
-    for layer, part in zip(found.layers, found.per_layer, strict=True):
+    actual = gk.attribute(store, method=method, damping=0.1, per_layer=True)
+    for layer, part in zip(actual.layers, actual.per_layer, strict=True):
         corrected = method == "ekfac"
         close(part, by_factors(model, data, layer, corrected=corrected, relative=0.1))
-    assert "dense" not in found.approximate
+    assert "dense" not in actual.approximate
 
 
 def without_moments(store):
@@ -245,9 +247,9 @@ def without_moments(store):
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_small_layers_kept_dense_without_moments_have_their_whole_matrix(opened, method):
     store, model, data = opened("conv", keep="dense")
-    found = gk.attribute(without_moments(store), method=method, per_layer=True, damping=0.5)
-    assert "without moments (0, 3)" in found.approximate
-    for layer, part in zip(found.layers, found.per_layer, strict=True):
+    actual = gk.attribute(without_moments(store), method=method, per_layer=True, damping=0.5)
+    assert "without moments (0, 3)" in actual.approximate
+    for layer, part in zip(actual.layers, actual.per_layer, strict=True):
         close(part, whole(model, data, layer, relative=0.5))
 
 
@@ -276,9 +278,9 @@ def by_gradients(model, data, module, *, corrected, relative):
     """Scores [Q, N] of one layer by the moments of its gradient matrices."""
     n, q = (matrices(model, data[s], module)[0][:, 0].numpy() for s in ("train", "test"))
     high, wide = np.einsum("nrc,nsc->rs", n, n), np.einsum("nrc,nrd->cd", n, n)
-    left, right = np.linalg.eigh(high / len(n)), np.linalg.eigh(wide / np.trace(wide))
-    turned = [left[1].T @ x @ right[1] for x in (q, n)]
-    values = (turned[1] ** 2).mean(0) if corrected else np.outer(left[0], right[0])
+    remaining, right = np.linalg.eigh(high / len(n)), np.linalg.eigh(wide / np.trace(wide))
+    turned = [remaining[1].T @ x @ right[1] for x in (q, n)]
+    values = (turned[1] ** 2).mean(0) if corrected else np.outer(remaining[0], right[0])
     weights = 1 / (values + relative * values.mean())
     return np.einsum("qrc,nrc,rc->qn", *turned, weights)
 
@@ -289,17 +291,17 @@ def test_layers_without_positions_have_the_moments_of_their_gradients(opened, ke
     MODELS["wide"] = (lambda: Tokens(wide=120), (5, 4))
     store, model, data = opened("wide", rows=20, **kept)
     method = "ekfac" if corrected else "kfac"
-    found = gk.attribute(without_moments(store), method=method, layers="each", damping=0.1)
-    close(found.numpy(), by_gradients(model, data, "each", corrected=corrected, relative=0.1))
+    actual = gk.attribute(without_moments(store), method=method, layers="each", damping=0.1)
+    close(actual.numpy(), by_gradients(model, data, "each", corrected=corrected, relative=0.1))
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(opened, method):
     store, model, data = opened("tied", keep="factors")
-    found = gk.attribute(store, method=method, damping=0.1)
-    assert len(found.layers) == 1
+    actual = gk.attribute(store, method=method, damping=0.1)
+    assert len(actual.layers) == 1
     corrected = method == "ekfac"
-    close(found.numpy(), by_gradients(model, data, "table", corrected=corrected, relative=0.1))
+    close(actual.numpy(), by_gradients(model, data, "table", corrected=corrected, relative=0.1))
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
@@ -307,8 +309,8 @@ def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(opened, me
 def test_long_sides_keep_their_own_coordinates(opened, name, method, monkeypatch):
     monkeypatch.setattr(_moments, "WIDE", 4)
     store, model, data = opened(name, keep="factors")
-    found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
-    for layer, part in zip(found.layers, found.per_layer, strict=True):
+    actual = gk.attribute(store, method=method, damping=0.1, per_layer=True)
+    for layer, part in zip(actual.layers, actual.per_layer, strict=True):
         ((x, g),) = positions(model, data["train"], layer)
         n, q = (matrices(model, data[s], layer)[0][:, 0].numpy() for s in ("train", "test"))
         sides = []
@@ -341,12 +343,12 @@ def test_random_networks(opened, seed, widths, bias, damping, corrected):
     MODELS["random"] = (lambda: nn.Sequential(*layers[:-1]), (3,))
     store, model, data = opened("random", seed=seed, keep="factors")
     method = "ekfac" if corrected else "kfac"
-    found = gk.attribute(store, method=method, damping=damping)
-    wanted = sum(
+    actual = gk.attribute(store, method=method, damping=damping)
+    expected = sum(
         by_factors(model, data, layer, corrected=corrected, relative=damping)
-        for layer in found.layers
+        for layer in actual.layers
     )
-    close(found.numpy(), wanted, tolerance=1e-3)
+    close(actual.numpy(), expected, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "words"])
@@ -362,23 +364,23 @@ def test_the_byte_budget_changes_nothing(opened, name):
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
 def test_rows_that_find_no_room_are_turned_again(opened, name, monkeypatch):
     store, _, _ = opened(name, keep="factors")
-    wanted = gk.attribute(store, method="ekfac", per_layer=True)
+    expected = gk.attribute(store, method="ekfac", per_layer=True)
     monkeypatch.setattr(_fit, "room_for_rows", lambda budget: 0)
-    found = gk.attribute(store, method="ekfac", per_layer=True)
-    for one, other in zip(found.per_layer, wanted.per_layer, strict=True):
+    actual = gk.attribute(store, method="ekfac", per_layer=True)
+    for one, other in zip(actual.per_layer, expected.per_layer, strict=True):
         close(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "transposed"])
 def test_rows_that_do_not_stay_give_way_to_those_of_the_next_layer(opened, name, monkeypatch):
     store, _, _ = opened(name, keep="factors")
-    wanted = gk.attribute(store, method="ekfac", per_layer=True)
+    expected = gk.attribute(store, method="ekfac", per_layer=True)
     monkeypatch.setattr(_fit, "_RETAINED_SHARE", 1 << 60)
     once = gk.attribute(store, method="ekfac", per_layer=True)
     monkeypatch.setattr("gradkeep.attribution._attribute._TILE", 1)  # a query a time
-    again = gk.attribute(store, method="ekfac", per_layer=True)
-    for found in (once, again):
-        for one, other in zip(found.per_layer, wanted.per_layer, strict=True):
+    second_scores = gk.attribute(store, method="ekfac", per_layer=True)
+    for actual in (once, second_scores):
+        for one, other in zip(actual.per_layer, expected.per_layer, strict=True):
             close(one, other, 1e-5)
 
 
@@ -404,8 +406,8 @@ def test_queries_may_be_kept_in_another_way(opened, name):
 def test_factors_with_fewer_bits_give_nearly_the_same(opened, encoding):
     plain = gk.attribute(opened("conv", keep="factors")[0], method="ekfac").numpy()
     store, *_ = opened("conv", keep="factors", encoding=encoding)
-    found = gk.attribute(store, method="ekfac").numpy()
-    assert np.corrcoef(found.ravel(), plain.ravel())[0, 1] > 0.99
+    actual = gk.attribute(store, method="ekfac").numpy()
+    assert np.corrcoef(actual.ravel(), plain.ravel())[0, 1] > 0.99
 
 
 def test_a_model_in_double_precision():
@@ -424,16 +426,16 @@ def test_a_model_in_double_precision():
         )
     for method in ("kfac", "ekfac", "logra", "datainf"):
         assert gk.attribute(store, method=method).shape == (4, 9)
-    told = {"curvature": "fisher", "damping": 1.0}
-    kernel = gk.attribute(store, method="influence", **told).numpy()
-    solved = gk.attribute(store, method="influence", per_layer=True, **told).numpy()
+    reported = {"curvature": "fisher", "damping": 1.0}
+    kernel = gk.attribute(store, method="influence", **reported).numpy()
+    solved = gk.attribute(store, method="influence", per_layer=True, **reported).numpy()
     assert np.allclose(kernel, solved, rtol=1e-2, atol=1e-3 * np.abs(kernel).max())
 
 
 def test_absolute_damping_is_added_as_it_is(opened):
     store, *_ = opened("mlp", keep="factors")
-    found = fisher(gk.gradients(store, split="train"), corrected=True)
-    mean = found.layers["0"].mean
+    actual = fisher(gk.gradients(store, split="train"), corrected=True)
+    mean = actual.layers["0"].mean
     one = gk.attribute(store, method="ekfac", layers="0", damping=0.7)
     other = gk.attribute(store, method="ekfac", layers="0", absolute_damping=0.7 * mean)
     assert np.allclose(one.numpy(), other.numpy(), rtol=1e-4)
@@ -472,13 +474,13 @@ def test_sampled_labels_make_the_fisher_matrix(opened):
             store.read(gk.store.CaptureKey("final", "train", "main", "sampled")).column("label")
         )
     )
-    found = gk.attribute(store, method="kfac", fisher="sampled", layers="0").numpy()
-    given = gk.attribute(store, method="kfac", layers="0").numpy()
-    assert not np.allclose(found, given, rtol=1e-2)
+    actual = gk.attribute(store, method="kfac", fisher="sampled", layers="0").numpy()
+    passed = gk.attribute(store, method="kfac", layers="0").numpy()
+    assert not np.allclose(actual, passed, rtol=1e-2)
     x, g = positions(model.double(), (data["train"][0], drawn), "0")[0]
     values, basis = np.linalg.eigh(np.kron((g.T @ g / 14).numpy(), (x.T @ x / 14).numpy()))
     n, q = (matrices(model, data[s], "0")[0].flatten(1).numpy() for s in ("train", "test"))
-    close(found, (q @ basis / (values + 0.3 * values.mean())) @ (n @ basis).T)
+    close(actual, (q @ basis / (values + 0.3 * values.mean())) @ (n @ basis).T)
 
 
 def test_a_fisher_capture_of_other_layers_is_refused(opened):
@@ -511,8 +513,8 @@ def test_damping_can_be_chosen_by_subset_outcomes(opened, method):
     store, *_ = opened("mlp", rows=30)
     masks = np.random.default_rng(0).random((40, 30)) < 0.5
     target = gk.attribute(store, method=method, damping=3.0).numpy()
-    found = gk.attribute(store, method=method, damping="auto", subsets=(masks, masks @ target.T))
-    assert np.array_equal(found.numpy(), target)
+    actual = gk.attribute(store, method=method, damping="auto", subsets=(masks, masks @ target.T))
+    assert np.array_equal(actual.numpy(), target)
     with pytest.raises(AttributionError, match="damping must be"):
         gk.attribute(store, method=method, damping="strong")
 

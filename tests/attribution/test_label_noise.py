@@ -31,8 +31,8 @@ def simulated(kind, rate, seed, *, rows=2000, doubt=0.3, warp=1.0):
     right = np.exp(2 * logits)
     right /= right.sum(1, keepdims=True)
     true = (right.cumsum(1) < draw.random((rows, 1))).sum(1)
-    said = right**warp + 1e-9
-    return said / said.sum(1, keepdims=True), true, flipped(true, kind, rate, seed + 1)
+    outputs = right**warp + 1e-9
+    return outputs / outputs.sum(1, keepdims=True), true, flipped(true, kind, rate, seed + 1)
 
 
 def inside(share, interval):
@@ -45,17 +45,17 @@ def test_the_precision_lies_in_its_interval_where_the_truth_is_known(kind, rate)
     missed = tried = 0
     for seed in range(2):
         for warp in (0.6, 1.0, 1.5):
-            said, true, given = simulated(kind, rate, seed, warp=warp)
-            found = gk.suspects(probabilities=said, labels=given)
-            wrong = (true != given)[found.ids]
-            assert inside(wrong.mean(), found.noise.rate_interval)
+            outputs, true, passed = simulated(kind, rate, seed, warp=warp)
+            ranked = gk.suspects(probabilities=outputs, labels=passed)
+            wrong = (true != passed)[ranked.ids]
+            assert inside(wrong.mean(), ranked.noise.rate_interval)
             for precision in (0.7, 0.9):
-                threshold = found.noise.threshold(precision)
+                threshold = ranked.noise.threshold(precision)
                 if threshold is None:
                     continue
                 tried += 1
                 missed += not inside(wrong[: threshold.rows].mean(), threshold.interval)
-                assert (found.flagged(precision) == found.ids[: threshold.rows]).all()
+                assert (ranked.flagged(precision) == ranked.ids[: threshold.rows]).all()
     assert tried >= 8
     assert missed <= 1  # 95 % are promised
 
@@ -64,33 +64,33 @@ def test_the_precision_lies_in_its_interval_where_the_truth_is_known(kind, rate)
 def test_weak_models_do_not_promise_too_much(kind):
     """Of a model that is wrong more often than right, confusions look like noise."""
     for seed in range(3):
-        said, true, given = simulated(kind, 0.05, seed, doubt=1.0)
+        outputs, true, passed = simulated(kind, 0.05, seed, doubt=1.0)
         draw = np.random.default_rng(seed)
-        likely = said**0.5 * draw.gamma(1.0, 1.0, said.shape)  # it errs by itself, too
+        likely = outputs**0.5 * draw.gamma(1.0, 1.0, outputs.shape)  # it errs by itself, too
         likely /= likely.sum(1, keepdims=True)
         assert (likely.argmax(1) == true).mean() < 0.5
-        found = gk.suspects(probabilities=likely, labels=given)
-        threshold = found.noise.threshold(0.8)
+        ranked = gk.suspects(probabilities=likely, labels=passed)
+        threshold = ranked.noise.threshold(0.8)
         if threshold is not None:
-            assert inside((true != given)[found.flagged(0.8)].mean(), threshold.interval)
+            assert inside((true != passed)[ranked.flagged(0.8)].mean(), threshold.interval)
 
 
 def out_of_fold(x, labels, *, folds=4, epochs=10):
     """Probabilities of each row by a model that has not seen it."""
     place = torch.arange(len(x)) % folds
-    said = torch.zeros(len(x), 10)
+    outputs = torch.zeros(len(x), 10)
     for fold in range(folds):
         net = trained(x[place != fold], labels[place != fold], epochs=epochs, seed=fold)[-1]
         with torch.no_grad():
-            said[place == fold] = net(x[place == fold]).softmax(1)
-    return said
+            outputs[place == fold] = net(x[place == fold]).softmax(1)
+    return outputs
 
 
 def trained(x, labels, *, epochs, seed):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(net.parameters(), 5e-3)
-    kept = []
+    stored = []
     for _ in range(epochs):
         for batch in torch.randperm(len(x)).split(64):
             optimizer.zero_grad()
@@ -98,79 +98,81 @@ def trained(x, labels, *, epochs, seed):
             optimizer.step()
         copy = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         copy.load_state_dict(net.state_dict())
-        kept.append(copy)
-    return kept
+        stored.append(copy)
+    return stored
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("any", 0.05), ("any", 0.2), ("next", 0.1)])
 def test_planted_labels_of_digits_are_counted_and_found(tmp_path, kind, rate):
     x, y = dataset("digits")[:]
     x = x.flatten(1)
-    given = torch.from_numpy(flipped(y.numpy(), kind, rate, 0))
-    truth = (given != y).numpy()
-    found = gk.suspects(probabilities=out_of_fold(x, given), labels=given)
-    wrong = truth[found.ids]
-    threshold = found.noise.threshold(0.8)
-    assert inside(wrong.mean(), found.noise.rate_interval)
+    passed = torch.from_numpy(flipped(y.numpy(), kind, rate, 0))
+    truth = (passed != y).numpy()
+    ranked = gk.suspects(probabilities=out_of_fold(x, passed), labels=passed)
+    wrong = truth[ranked.ids]
+    threshold = ranked.noise.threshold(0.8)
+    assert inside(wrong.mean(), ranked.noise.rate_interval)
     assert inside(wrong[: threshold.rows].mean(), threshold.interval)
     assert wrong[: threshold.rows].sum() > 0.6 * wrong.sum()
-    assert found.noise.pattern == ("any class" if kind == "any" else "certain classes")
+    assert ranked.noise.pattern == ("any class" if kind == "any" else "certain classes")
     right = np.zeros((10, 10))
-    np.add.at(right, (given.numpy(), y.numpy()), 1)
+    np.add.at(right, (passed.numpy(), y.numpy()), 1)
     off = ~np.eye(10, dtype=bool)
-    assert np.corrcoef(found.noise.confusion[off], right[off])[0, 1] > 0.5
-    assert found.noise.confusion.sum() == pytest.approx(len(y))
+    assert np.corrcoef(ranked.noise.confusion[off], right[off])[0, 1] > 0.5
+    assert ranked.noise.confusion.sum() == pytest.approx(len(y))
 
     # The same from a store: captures of the middle of training, of rows that were trained on.
-    data, task = DataLoader(TensorDataset(x, given), 256), gk.Classification()
+    data, task = DataLoader(TensorDataset(x, passed), 256), gk.Classification()
     store = gk.open(tmp_path / "store")
-    for step, net in enumerate(trained(x, given, epochs=4, seed=9)[1:], 2):
+    for step, net in enumerate(trained(x, passed, epochs=4, seed=9)[1:], 2):
         gk.capture(store, net, data, task=task, split="train", checkpoints=f"epoch-{step}",
                    keep="losses", progress=False)  # fmt: skip
-    kept = gk.suspects(store)
-    wrong = truth[kept.ids]
-    threshold = kept.noise.threshold(0.8)
-    assert not kept.noise.held_out
-    assert inside(wrong.mean(), kept.noise.rate_interval)
+    stored_ranked = gk.suspects(store)
+    wrong = truth[stored_ranked.ids]
+    threshold = stored_ranked.noise.threshold(0.8)
+    assert not stored_ranked.noise.held_out
+    assert inside(wrong.mean(), stored_ranked.noise.rate_interval)
     if threshold is not None:
-        assert inside(truth[kept.flagged(0.8)].mean(), threshold.interval)
+        assert inside(truth[stored_ranked.flagged(0.8)].mean(), threshold.interval)
     by_noise = gk.suspects(store, by="noise")
     assert (np.diff(by_noise.values) <= 0).all()
     assert wrong[: truth.sum()].mean() > 0.5
 
 
 def test_clean_labels_are_left_alone():
-    said, true, _ = simulated("any", 0.0, 3)
-    found = gk.suspects(probabilities=said, labels=true)
-    assert found.noise.rate < 0.01
-    threshold = found.noise.threshold(0.8)
+    outputs, true, _ = simulated("any", 0.0, 3)
+    ranked = gk.suspects(probabilities=outputs, labels=true)
+    assert ranked.noise.rate < 0.01
+    threshold = ranked.noise.threshold(0.8)
     assert threshold is None or threshold.interval[0] == 0
 
 
 def test_few_rows_tell_nothing(tmp_path):
-    said, _, given = simulated("any", 0.1, 0, rows=50)
-    found = gk.suspects(probabilities=said, labels=given, by="loss")
-    assert found.noise is None
-    assert found.values[0] == pytest.approx(
-        -np.log(said[np.arange(50), given]).min() * -1 or 0, abs=99
+    outputs, _, passed = simulated("any", 0.1, 0, rows=50)
+    ranked = gk.suspects(probabilities=outputs, labels=passed, by="loss")
+    assert ranked.noise is None
+    assert ranked.values[0] == pytest.approx(
+        -np.log(outputs[np.arange(50), passed]).min() * -1 or 0, abs=99
     )
     with raises(AttributionError, "attribute.no_noise"):
-        found.flagged()
+        ranked.flagged()
     with raises(AttributionError, "attribute.measure_unavailable"):
-        gk.suspects(probabilities=said, labels=given)
+        gk.suspects(probabilities=outputs, labels=passed)
 
 
 def test_ids_and_kinds_of_arrays():
-    said, _, given = simulated("any", 0.1, 0, rows=500)
-    plain = gk.suspects(probabilities=said, labels=given)
+    outputs, _, passed = simulated("any", 0.1, 0, rows=500)
+    plain = gk.suspects(probabilities=outputs, labels=passed)
     other = gk.suspects(
-        probabilities=torch.from_numpy(said), labels=torch.from_numpy(given), ids=np.arange(500) + 7
+        probabilities=torch.from_numpy(outputs),
+        labels=torch.from_numpy(passed),
+        ids=np.arange(500) + 7,
     )
     assert (other.ids == plain.ids + 7).all()
     assert isinstance(plain.noise, LabelNoise)
     assert (plain.values == plain.noise.wrong).all()
-    assert (plain.labels == given[plain.ids]).all()
-    assert (plain.predicted == said.argmax(1)[plain.ids]).all()
+    assert (plain.labels == passed[plain.ids]).all()
+    assert (plain.predicted == outputs.argmax(1)[plain.ids]).all()
 
 
 SAID, _, GIVEN = simulated("any", 0.1, 0, rows=200)
@@ -203,29 +205,29 @@ def test_what_cannot_be_judged_is_refused(options):
 
 
 def test_precisions_that_are_none_are_refused():
-    found = gk.suspects(probabilities=SAID, labels=GIVEN)
+    ranked = gk.suspects(probabilities=SAID, labels=GIVEN)
     for bad in (0, -1, 1.5, float("nan"), "much", None):
         with pytest.raises(AttributionError, match="precision"):
-            found.noise.threshold(bad)
+            ranked.noise.threshold(bad)
 
 
 def test_the_command_says_how_many(tmp_path, capsys):
     x, y = dataset("digits")[:]
-    given = torch.from_numpy(flipped(y.numpy(), "any", 0.1, 0))
-    net = trained(x.flatten(1), given, epochs=3, seed=0)[-1]
-    data = DataLoader(TensorDataset(x.flatten(1), given), 256)
+    passed = torch.from_numpy(flipped(y.numpy(), "any", 0.1, 0))
+    net = trained(x.flatten(1), passed, epochs=3, seed=0)[-1]
+    data = DataLoader(TensorDataset(x.flatten(1), passed), 256)
     store = str(tmp_path / "store")
     gk.capture(
         store, net, data, task=gk.Classification(), split="train", keep="losses", progress=False
     )
 
-    def told(*options):
+    def output(*options):
         with pytest.raises(SystemExit) as ended:
             run(["suspects", store, *options])
         assert not ended.value.code
         return capsys.readouterr().out
 
-    assert "of the labels are wrong" in told("--top", "3")
-    told = json.loads(told("--json", "--by", "noise", "--precision", "0.7"))
-    assert 0 < told["noise"]["rate"] < 0.3
-    assert told["noise"]["threshold"]["rows"] == len(told["noise"]["threshold"]["ids"])
+    assert "of the labels are wrong" in output("--top", "3")
+    answer = json.loads(output("--json", "--by", "noise", "--precision", "0.7"))
+    assert 0 < answer["noise"]["rate"] < 0.3
+    assert answer["noise"]["threshold"]["rows"] == len(answer["noise"]["threshold"]["ids"])

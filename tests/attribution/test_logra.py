@@ -23,14 +23,14 @@ def influence(q, n, relative):
 
 @pytest.mark.parametrize("rows", [10, 60])  # fewer and more than numbers
 def test_sides_that_are_kept_whole_give_the_whole_fisher_matrix(make_world, rows):
-    made = make_world(mlp, (6,), rows=rows, queries=4)
-    store = made.store
-    found = gk.attribute(store, method="logra", rank=8, damping=0.2, per_layer=True)
-    for layer, part in zip(found.layers, found.per_layer, strict=True):
-        q, n = (made.gradients(s, layer=layer).numpy() for s in ("test", "train"))
+    world = make_world(mlp, (6,), rows=rows, queries=4)
+    store = world.store
+    scores = gk.attribute(store, method="logra", rank=8, damping=0.2, per_layer=True)
+    for layer, part in zip(scores.layers, scores.per_layer, strict=True):
+        q, n = (world.gradients(s, layer=layer).numpy() for s in ("test", "train"))
         assert np.allclose(part, influence(q, n, 0.2), rtol=2e-3, atol=1e-3)
-    assert np.allclose(found.numpy(), found.per_layer.sum(0), rtol=1e-4, atol=1e-4)
-    assert "8 x 8" in found.approximate
+    assert np.allclose(scores.numpy(), scores.per_layer.sum(0), rtol=1e-4, atol=1e-4)
+    assert "8 x 8" in scores.approximate
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "tokens"])
@@ -42,15 +42,15 @@ def test_projected_gradients_are_inverted_layer_by_layer(make_world, kind):
     }
     model, shape = models[kind]
     store = make_world(lambda: model, shape, rows=30, queries=4).store
-    found = gk.attribute(store, method="logra", rank=3, damping=0.5, seed=2)
-    wanted = 0
-    for layer in found.layers:
+    scores = gk.attribute(store, method="logra", rank=3, damping=0.5, seed=2)
+    expected = 0
+    for layer in scores.layers:
         n, q = (
             two_sided(gk.gradients(store, split=s, layers=layer), TwoSided(3, 3, 2))
             for s in ("train", "test")
         )
-        wanted = wanted + influence(q.double().numpy(), n.double().numpy(), 0.5)
-    assert np.allclose(found.numpy(), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+        expected = expected + influence(q.double().numpy(), n.double().numpy(), 0.5)
+    assert np.allclose(scores.numpy(), expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
 
 
 def test_mistakes_are_told(make_world):

@@ -37,15 +37,17 @@ def captured(store, model, train, queries, keep):
         )
 
 
-def near(found, wanted, bound):
-    assert found.shape == wanted.shape
-    assert np.linalg.norm(found.numpy() - wanted.numpy()) < bound * np.linalg.norm(wanted.numpy())
+def near(actual, expected, bound):
+    assert actual.shape == expected.shape
+    assert np.linalg.norm(actual.numpy() - expected.numpy()) < bound * np.linalg.norm(
+        expected.numpy()
+    )
 
 
 def test_products_are_those_of_autograd(language):
     model, train, queries = language
     task = gk.LanguageModeling()
-    found = gk.attribute_once(model, train, queries, task=task, method="dot")
+    scores = gk.attribute_once(model, train, queries, task=task, method="dot")
     gradients = []
     for batch in (*train, *queries):
         for row in batch:
@@ -53,20 +55,20 @@ def test_products_are_those_of_autograd(language):
             task.losses(model, row[None]).sum().backward()
             gradients.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
     whole = torch.stack(gradients)
-    wanted = (whole[20:] @ whole[:20].t()).numpy()
-    assert np.linalg.norm(found.numpy() - wanted) < 1e-5 * np.linalg.norm(wanted)
-    assert found.exact
-    assert found.train_ids.tolist() == list(range(20))
+    expected = (whole[20:] @ whole[:20].t()).numpy()
+    assert np.linalg.norm(scores.numpy() - expected) < 1e-5 * np.linalg.norm(expected)
+    assert scores.exact
+    assert scores.train_ids.tolist() == list(range(20))
 
 
 def test_it_says_what_a_capture_says(language, tmp_path):
     model, train, queries = language
     captured(tmp_path, model, train, queries, "factors")
     task = gk.LanguageModeling()
-    found = gk.attribute_once(model, train, queries, task=task, damping=0.3)
+    scores = gk.attribute_once(model, train, queries, task=task, method="kfac", damping=0.3)
     # Layers that share a prefix keep positions that only one of them uses: other moments, a little.
-    near(found, gk.attribute(tmp_path, method="kfac", damping=0.3), 0.03)
-    assert not found.exact
+    near(scores, gk.attribute(tmp_path, method="kfac", damping=0.3), 0.03)
+    assert not scores.exact
 
 
 def test_convolutions_and_norms_too(tmp_path):
@@ -82,8 +84,8 @@ def test_convolutions_and_norms_too(tmp_path):
             tmp_path, model, rows, task=task, split=split, keep="factors", of="loss", progress=False
         )
     for method, options in (("dot", {}), ("kfac", {"damping": 0.1})):
-        wanted = gk.attribute(tmp_path, method=method, **options)
-        near(gk.attribute_once(model, train, queries, task=task, method=method), wanted, 1e-3)
+        expected = gk.attribute(tmp_path, method=method, **options)
+        near(gk.attribute_once(model, train, queries, task=task, method=method), expected, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +110,12 @@ def test_every_other_method_says_what_a_store_says_and_nothing_is_written(
     task = gk.Classification()
     for split, rows in (("train", train), ("test", queries)):
         gk.capture(tmp_path, model, rows, task=task, split=split, progress=False)
-    wanted = gk.attribute(tmp_path, method=method, **options)
+    expected = gk.attribute(tmp_path, method=method, **options)
     with written_files() as written:
-        found = gk.attribute_once(model, train, queries, task=task, method=method, **options)
-    assert np.array_equal(found.values, wanted.values)
-    assert (found.method, found.options) == (wanted.method, wanted.options)
-    assert found.store is None
+        scores = gk.attribute_once(model, train, queries, task=task, method=method, **options)
+    assert np.array_equal(scores.values, expected.values)
+    assert (scores.method, scores.options) == (expected.method, expected.options)
+    assert scores.store is None
     assert written == []
 
 
@@ -147,7 +149,7 @@ def test_what_cannot_be_done_is_refused(language):
     model, train, queries = language
     task = gk.LanguageModeling()
     with raises(BudgetError, "budget.queries", fix="fewer queries"):
-        gk.attribute_once(model, train, queries, task=task, memory_budget="1kB")
+        gk.attribute_once(model, train, queries, task=task, method="kfac", memory_budget="1kB")
     with raises(AttributionError, "attribute.unknown_method"):
         gk.attribute_once(model, train, queries, task=task, method="magic")
     with raises(BudgetError, "budget.captures"):
@@ -185,9 +187,9 @@ def test_products_by_factors_are_those_of_autograd(lengths):
         (torch.randn(rows, length, 4).double(), torch.arange(rows) % 3)
         for rows, length in ((5, 1), (4, 2), (1, 1))
     ]
-    found = gk.attribute_once(model, train, queries, task=gk.Classification(), method="dot")
-    wanted = dense_gradients(model, queries) @ dense_gradients(model, train).T
-    assert np.allclose(found.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
+    scores = gk.attribute_once(model, train, queries, task=gk.Classification(), method="dot")
+    expected = dense_gradients(model, queries) @ dense_gradients(model, train).T
+    assert np.allclose(scores.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def dense_gradients(model, batches):
@@ -203,10 +205,10 @@ def dense_gradients(model, batches):
 def test_a_linear_model_is_not_restored(monkeypatch):
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     rows = [(torch.randn(7, 6), torch.arange(7) % 3)]
-    wanted = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
+    expected = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
     monkeypatch.setattr(Outer, "restore", None)
-    found = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
-    assert np.array_equal(found.numpy(), wanted.numpy())
+    scores = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
+    assert np.array_equal(scores.numpy(), expected.numpy())
 
 
 def test_a_loader_may_fill_the_same_tensors_again():
@@ -225,5 +227,5 @@ def test_a_loader_may_fill_the_same_tensors_again():
             return len(parts)
 
     options = {"task": gk.Classification(), "method": "dot"}
-    wanted = gk.attribute_once(model, parts, parts, **options).numpy()
-    assert np.allclose(gk.attribute_once(model, parts, Refilled(), **options).numpy(), wanted)
+    expected = gk.attribute_once(model, parts, parts, **options).numpy()
+    assert np.allclose(gk.attribute_once(model, parts, Refilled(), **options).numpy(), expected)

@@ -81,9 +81,9 @@ def test_evaluations_of_a_capture_that_was_made_again_are_left_out(world):
     store, data, capture = world
     rng = np.random.default_rng(0)
     truth = GroundTruth("planted", rng.random((12, 9)) < 0.5, rng.random((12, 2, 4)))
-    found = evaluate.lds(gk.attribute(store), truth)
-    found.save("lds", store=store)
-    dataclasses.replace(found, captures={}).save("unknown", store=store)
+    scores = evaluate.lds(gk.attribute(store), truth)
+    scores.save("lds", store=store)
+    dataclasses.replace(scores, captures={}).save("unknown", store=store)
     assert set(evaluate.evaluations(store)) == {"lds", "unknown"}
     recapture(store, capture, "train", (data["train"][1] + 1) % 3)
     with raises(EvaluationError, "evaluate.outdated", fix="gradkeep evaluate"):

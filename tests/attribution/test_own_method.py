@@ -16,16 +16,18 @@ from gradkeep.errors import AttributionError
 
 @dataclass(frozen=True)
 class SignOptions:
-    """What `signs` can be told."""
+    """Options of `signs`."""
 
     scale: float = 1.0
 
 
 def signs(view, options):
     """Products of the signs of loss gradients, restored: slow, and nobody's idea but ours."""
-    train, asked = view.train(), view.queries()
+    train, query_gradients = view.train(), view.queries()
     rows = torch.cat([v.flatten(1) for v in train.restore(train.ids).values()], 1).sign()
-    queries = torch.cat([v.flatten(1) for v in asked.restore(asked.ids).values()], 1).sign()
+    queries = torch.cat(
+        [v.flatten(1) for v in query_gradients.restore(query_gradients.ids).values()], 1
+    ).sign()
     queries = queries[view.question.positions]
     return gk.Scorer(lambda start, stop: options.scale * queries[start:stop] @ rows.T)
 
@@ -55,10 +57,10 @@ def made(make_world):
 
 
 def test_it_scores_as_ours_do(registered, made):
-    found = gk.attribute(made.store, method="signs", scale=2.0, ids=[2, 0])
-    train, asked = (made.gradients(s).sign() for s in ("train", "test"))
-    assert np.array_equal(found.numpy(), (2 * asked[[2, 0]] @ train.T).float().numpy())
-    assert found.method == "signs"
+    scores = gk.attribute(made.store, method="signs", scale=2.0, ids=[2, 0])
+    train, query_gradients = (made.gradients(s).sign() for s in ("train", "test"))
+    assert np.array_equal(scores.numpy(), (2 * query_gradients[[2, 0]] @ train.T).float().numpy())
+    assert scores.method == "signs"
     assert "signs" in [method.name for method in gk.methods()]
     with raises(AttributionError, "attribute.unknown_option", fix="scale"):
         gk.attribute(made.store, method="signs", scael=1)

@@ -9,15 +9,15 @@ import gradkeep as gk
 
 def store_with(folder, ids):
     store, model = gk.open(folder), nn.Linear(2, 2)
-    for split, kept in (("train", ids), ("test", [4, 2, 9])):
-        batch = (torch.randn(len(kept), 2), torch.zeros(len(kept), dtype=torch.long))
+    for split, stored in (("train", ids), ("test", [4, 2, 9])):
+        batch = (torch.randn(len(stored), 2), torch.zeros(len(stored), dtype=torch.long))
         gk.capture(
             store,
             model,
             [batch],
             task=gk.Classification(),
             split=split,
-            ids=kept,
+            ids=stored,
             progress=False,
         )
     return store
@@ -31,8 +31,8 @@ def test_scores_are_by_ids_alone(tmp_path):
     assert np.array_equal(one.numpy()[:, [900, 3, 77]], other.numpy())
     some = gk.attribute(many, method="random", ids=[9])
     assert np.array_equal(some.numpy()[0], one.of(9))
-    again = gk.attribute(many, method="random", seed=1).numpy()
-    assert abs(np.corrcoef(again.ravel(), one.numpy().ravel())[0, 1]) < 0.1
+    second_scores = gk.attribute(many, method="random", seed=1).numpy()
+    assert abs(np.corrcoef(second_scores.ravel(), one.numpy().ravel())[0, 1]) < 0.1
     assert abs(np.corrcoef(one.numpy())[0, 1]) < 0.15
 
 

@@ -46,8 +46,8 @@ def without_row_space(monkeypatch):
     monkeypatch.setattr(_kfac, "FisherFit", Whole)
 
 
-def close(found, wanted, tolerance=5e-4):
-    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+def close(actual, expected, tolerance=5e-4):
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def in_double(store, method, damping):
@@ -63,10 +63,13 @@ def in_double(store, method, damping):
         places = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
         return x, g, torch.stack([g[low:high].t() @ x[low:high] for low, high in places])
 
-    (x, g, train), (_, _, asked) = matrices("train"), matrices("test")
-    left, right = torch.linalg.eigh(g.t() @ g / len(train)), torch.linalg.eigh(x.t() @ x / len(x))
-    n, q = (left[1].t() @ one @ right[1] for one in (train, asked))
-    values = torch.outer(left[0], right[0]).clamp(min=0)
+    (x, g, train), (_, _, requested) = matrices("train"), matrices("test")
+    remaining, right = (
+        torch.linalg.eigh(g.t() @ g / len(train)),
+        torch.linalg.eigh(x.t() @ x / len(x)),
+    )
+    n, q = (remaining[1].t() @ one @ right[1] for one in (train, requested))
+    values = torch.outer(remaining[0], right[0]).clamp(min=0)
     values = n.square().mean(0) if method == "ekfac" else values
     return torch.einsum("qrc,nrc,rc->qn", q, n, 1 / (values + damping * values.mean())).numpy()
 
@@ -86,8 +89,8 @@ def test_scores_are_those_of_the_whole_decomposition(
     wide, out, rows, tokens, bias, method, damping, seed
 ):
     store = captured(wide, out, rows=rows, tokens=tokens, bias=bias, seed=seed)
-    found = gk.attribute(store, method=method, damping=damping, layers="each")
-    close(found.numpy(), in_double(store, method, damping))
+    scores = gk.attribute(store, method=method, damping=damping, layers="each")
+    close(scores.numpy(), in_double(store, method, damping))
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -104,8 +107,8 @@ def test_other_gradients_are_damped_where_no_row_was(tokens, corrected):
     assert layer.mean == pytest.approx(whole.mean, rel=1e-5)
     dense = torch.randn(6, layer.size, generator=torch.Generator().manual_seed(1))
     damping = Damping(0.1)
-    found, wanted = (one.solved(dense, damping).numpy() for one in (layer, whole))
-    close(found, wanted)
+    actual, expected = (one.solved(dense, damping).numpy() for one in (layer, whole))
+    close(actual, expected)
 
 
 def test_a_side_too_long_for_moments_has_eigenvectors_nevertheless(monkeypatch):
@@ -124,11 +127,11 @@ def test_a_side_too_long_for_moments_has_eigenvectors_nevertheless(monkeypatch):
 
 def test_drawn_labels_take_the_whole_space(monkeypatch):
     store = captured(30, 20, rows=4, tokens=2)
-    made = []
+    computed = []
     original = _kfac.FisherFit
 
     def noted(*given, **options):
-        made.append(options["row_space"])
+        computed.append(options["row_space"])
         return original(*given, **options)
 
     monkeypatch.setattr(_kfac, "FisherFit", noted)
@@ -146,7 +149,7 @@ def test_drawn_labels_take_the_whole_space(monkeypatch):
         progress=False,
     )
     gk.attribute(store, method="ekfac", fisher="sampled")
-    assert made == [True, False]
+    assert computed == [True, False]
 
 
 @settings(max_examples=50, deadline=None)
@@ -159,8 +162,8 @@ def test_rows_are_held_or_handed_back_but_never_lost(width, parts, most):
         back += space.add(given_[-1])
     rows = torch.cat([torch.zeros(0, width), *given_])
     assert space.open == (len(rows) <= min(width - 1, most) and min(width - 1, most) > 0)
-    kept = space.rows() if space.open else torch.cat([torch.zeros(0, width), *back])
-    assert torch.equal(kept.float(), rows)
+    stored = space.rows() if space.open else torch.cat([torch.zeros(0, width), *back])
+    assert torch.equal(stored.float(), rows)
     if space.open:
         values, vectors = space.eigen(7)
         moment = (vectors[0].double() * values[0]) @ vectors[0].double().t()

@@ -18,13 +18,13 @@ from gradkeep.store import ScoresKey
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     torch.manual_seed(0)
-    found = gk.open(tmp_path_factory.mktemp("store"))
+    actual = gk.open(tmp_path_factory.mktemp("store"))
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     states = {n: {k: torch.randn_like(v) for k, v in net.state_dict().items()} for n in "abc"}
     for split, rows in (("train", 11), ("test", 7)):
         batch = (torch.randn(rows, 4), torch.arange(rows) % 3)
         gk.capture(
-            found,
+            actual,
             net,
             [batch],
             task=gk.Classification(),
@@ -32,7 +32,7 @@ def store(tmp_path_factory):
             checkpoints=states,
             progress=False,
         )
-    return found
+    return actual
 
 
 def same(one, other):
@@ -44,12 +44,12 @@ def same(one, other):
 
 
 def test_saved_scores_come_back_as_they_were(store):
-    made = gk.attribute(store, per_layer=True, save="first")
-    found = gk.Scores.load(store, "first")
-    same(made, found)
-    assert np.array_equal(made.per_layer, found.per_layer)
-    assert np.array_equal(made.confidence, found.confidence)
-    assert found.train_labels.tolist() == [n % 3 for n in range(11)]
+    scores = gk.attribute(store, per_layer=True, save="first")
+    actual = gk.Scores.load(store, "first")
+    same(scores, actual)
+    assert np.array_equal(scores.per_layer, actual.per_layer)
+    assert np.array_equal(scores.confidence, actual.confidence)
+    assert actual.train_labels.tolist() == [n % 3 for n in range(11)]
     plain = gk.attribute(store, method="dot", checkpoints="a")
     plain.save("second")
     same(plain, gk.Scores.load(store, "second"))
@@ -57,28 +57,28 @@ def test_saved_scores_come_back_as_they_were(store):
 
 
 def test_single_queries_of_saved_scores_are_read_alone(store):
-    made = gk.attribute(store, per_layer=True, save="whole")
-    ids = made.query_ids[[2, 0]]
-    found = gk.Scores.load(store, "whole", ids=ids)
-    assert np.array_equal(found.query_ids, ids)
-    assert np.array_equal(found.values, made.values[[2, 0]])
-    assert np.array_equal(found.per_layer, made.per_layer[:, [2, 0]])
-    assert np.array_equal(found.confidence, made.confidence[[2, 0]])
-    assert np.array_equal(found.query_labels, made.query_labels[[2, 0]])
+    scores = gk.attribute(store, per_layer=True, save="whole")
+    ids = scores.query_ids[[2, 0]]
+    actual = gk.Scores.load(store, "whole", ids=ids)
+    assert np.array_equal(actual.query_ids, ids)
+    assert np.array_equal(actual.values, scores.values[[2, 0]])
+    assert np.array_equal(actual.per_layer, scores.per_layer[:, [2, 0]])
+    assert np.array_equal(actual.confidence, scores.confidence[[2, 0]])
+    assert np.array_equal(actual.query_labels, scores.query_labels[[2, 0]])
     with raises(AttributionError, "attribute.unknown_query"):
         gk.Scores.load(store, "whole", ids=[10**6])
 
 
 def test_saving_again_is_free_and_other_scores_are_refused(store):
-    made = gk.attribute(store, save="kept")
-    made.save("kept")
+    scores = gk.attribute(store, save="kept")
+    scores.save("kept")
     with pytest.raises(SchemaMismatchError, match="digest"):
         gk.attribute(store, damping=3.0, save="kept")
     with raises(AttributionError, "attribute.name_taken"):
         gk.attribute(store, method="trak", save="kept")
     with raises(AttributionError, "attribute.name_taken"):
         gk.attribute(store, checkpoints="a", save="kept")
-    same(made, gk.Scores.load(store, "kept"))
+    same(scores, gk.Scores.load(store, "kept"))
 
 
 def test_scores_that_are_not_there_are_told(store):
@@ -97,29 +97,29 @@ def test_scores_that_are_not_there_are_told(store):
 
 def test_scores_larger_than_the_budget_are_made_on_disk(store, monkeypatch):
     whole = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
-    made = ScoreAccumulator((7, 11), checkpoints=3, over="sum", memory_budget=100)
-    assert isinstance(made.values, np.memmap)
+    accumulator = ScoreAccumulator((7, 11), checkpoints=3, over="sum", memory_budget=100)
+    assert isinstance(accumulator.values, np.memmap)
     monkeypatch.setattr("gradkeep.attribution._accumulator.IN_MEMORY", 64)
     monkeypatch.setattr("gradkeep.attribution._attribute._TILE", 100)
-    found = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
-    assert isinstance(found.values, np.memmap)
-    assert np.allclose(found.values, whole.values, rtol=1e-5)
-    found.save("large")
+    scores = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
+    assert isinstance(scores.values, np.memmap)
+    assert np.allclose(scores.values, whole.values, rtol=1e-5)
+    scores.save("large")
     monkeypatch.setattr(_accumulator, "IN_MEMORY", 64)
-    assert np.array_equal(gk.Scores.load(store, "large").values, found.values)
+    assert np.array_equal(gk.Scores.load(store, "large").values, scores.values)
 
 
 def test_confidence_is_the_reliability_of_the_mean(store):
-    found = gk.attribute(store)
+    scores = gk.attribute(store)
     parts = [gk.attribute(store, checkpoints=name).values for name in "abc"]
     for query in range(7):
         pairs = [
             np.corrcoef(parts[a][query], parts[b][query])[0, 1] for a, b in ((0, 1), (0, 2), (1, 2))
         ]
         r = np.mean(pairs)
-        wanted = max(0.0, 3 * r / (1 + 2 * r)) if r > 0 else 0.0
+        expected = max(0.0, 3 * r / (1 + 2 * r)) if r > 0 else 0.0
         # Weights are pooled over all checkpoints in one and not in the other.
-        assert abs(found.confidence[query] - wanted) < 0.25
+        assert abs(scores.confidence[query] - expected) < 0.25
     alike = ScoreAccumulator((1, 5), checkpoints=2, over="mean", memory_budget=None)
     for _ in range(2):
         alike.add(0, torch.arange(5.0).unsqueeze(0))
@@ -131,23 +131,23 @@ def test_confidence_is_the_reliability_of_the_mean(store):
 
 
 def test_confidence_of_products_is_exact(store):
-    found = gk.attribute(store, method="tracin", lrs=[1, 1, 1])
+    scores = gk.attribute(store, method="tracin", lrs=[1, 1, 1])
     parts = [gk.attribute(store, method="dot", checkpoints=name).values for name in "abc"]
     for query in range(7):
         pairs = [
             np.corrcoef(parts[a][query], parts[b][query])[0, 1] for a, b in ((0, 1), (0, 2), (1, 2))
         ]
         r = float(np.mean(pairs))
-        wanted = 3 * r / (1 + 2 * r) if r > 0 else 0.0
-        assert found.confidence[query] == pytest.approx(wanted, abs=1e-4)
+        expected = 3 * r / (1 + 2 * r) if r > 0 else 0.0
+        assert scores.confidence[query] == pytest.approx(expected, abs=1e-4)
 
 
 def test_ranks_count_from_the_most_helpful(store):
-    found = gk.attribute(store)
-    places = found.rank(query=2)
+    scores = gk.attribute(store)
+    places = scores.rank(query=2)
     assert sorted(places.tolist()) == list(range(1, 12))
-    assert found.train_ids[places == 1][0] == found.top(1, query=2).ids[0]
-    assert found.train_ids[places == 11][0] == found.bottom(1, query=2).ids[0]
+    assert scores.train_ids[places == 1][0] == scores.top(1, query=2).ids[0]
+    assert scores.train_ids[places == 11][0] == scores.bottom(1, query=2).ids[0]
 
 
 def test_ensembles(store):
@@ -167,37 +167,37 @@ def test_ensembles(store):
 
 
 def test_tables_hold_every_score(store):
-    found = gk.attribute(store)
-    frame = found.to_pandas()
-    assert frame.loc[3, 7] == found.values[3, 7]
+    scores = gk.attribute(store)
+    frame = scores.to_pandas()
+    assert frame.loc[3, 7] == scores.values[3, 7]
     assert frame.shape == (7, 11)
-    table = found.to_arrow()
+    table = scores.to_arrow()
     assert table.num_rows == 77
-    best = found.to_arrow(k=2).to_pylist()
-    assert [row["train"] for row in best[:2]] == found.top(2, query=0).ids.tolist()
-    assert best[0]["score"] == found.top(1, query=0).values[0]
+    best = scores.to_arrow(k=2).to_pylist()
+    assert [row["train"] for row in best[:2]] == scores.top(2, query=0).ids.tolist()
+    assert best[0]["score"] == scores.top(1, query=0).values[0]
 
 
 def test_the_picture_shows_both_sides(store):
-    found = gk.attribute(store)
-    figure = found.plot(query=5, k=3)
+    scores = gk.attribute(store)
+    figure = scores.plot(query=5, k=3)
     axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == [
-        *found.top(3, query=5).values.tolist(),
-        *found.bottom(3, query=5).values[::-1].tolist(),
+        *scores.top(3, query=5).values.tolist(),
+        *scores.bottom(3, query=5).values[::-1].tolist(),
     ]
     assert "positive helped" in axes.get_xlabel()
 
 
 def test_several_runs_are_averaged(store, tmp_path):
     torch.manual_seed(5)
-    made, net = gk.open(tmp_path), nn.Linear(3, 2)
+    computed, net = gk.open(tmp_path), nn.Linear(3, 2)
     for run in ("r0", "r1"):
         state = {k: torch.randn_like(v) for k, v in net.state_dict().items()}
         for split, rows in (("train", 6), ("test", 2)):
             batch = (torch.arange(3.0 * rows).reshape(rows, 3).sin(), torch.arange(rows) % 2)
             gk.capture(
-                made,
+                computed,
                 net,
                 [batch],
                 task=gk.Classification(),
@@ -206,21 +206,21 @@ def test_several_runs_are_averaged(store, tmp_path):
                 checkpoints={"final": state},
                 progress=False,
             )
-    both = gk.attribute(made, method="kernel", weight="none", run=["r0", "r1"])
+    both = gk.attribute(computed, method="kernel", weight="none", run=["r0", "r1"])
     assert both.checkpoints == ("r0/final", "r1/final")
-    ones = [gk.attribute(made, method="tracin", lrs=[1.0], run=run) for run in ("r0", "r1")]
-    summed = gk.attribute(made, method="tracin", lrs=[1.0, 1.0], run=["r0", "r1"])
+    ones = [gk.attribute(computed, method="tracin", lrs=[1.0], run=run) for run in ("r0", "r1")]
+    summed = gk.attribute(computed, method="tracin", lrs=[1.0, 1.0], run=["r0", "r1"])
     assert np.allclose(summed.values, ones[0].values + ones[1].values, rtol=1e-4, atol=1e-6)
 
 
 def test_captures_of_different_rows_are_refused(tmp_path):
-    made, net = gk.open(tmp_path), nn.Linear(3, 2)
+    computed, net = gk.open(tmp_path), nn.Linear(3, 2)
     for name, rows in (("early", 6), ("late", 5)):
         state = {k: torch.randn_like(v) for k, v in net.state_dict().items()}
         for split in ("train", "test"):
             batch = (torch.randn(rows, 3), torch.arange(rows) % 2)
             gk.capture(
-                made,
+                computed,
                 net,
                 [batch],
                 task=gk.Classification(),
@@ -229,8 +229,8 @@ def test_captures_of_different_rows_are_refused(tmp_path):
                 progress=False,
             )
     with raises(AttributionError, "attribute.different_rows"):
-        gk.attribute(made)
-    assert gk.attribute(made, checkpoints="late").shape == (5, 5)
+        gk.attribute(computed)
+    assert gk.attribute(computed, checkpoints="late").shape == (5, 5)
 
 
 def names(store):

@@ -55,18 +55,18 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("by", ["loss", "self"])
 def test_length_does_not_decide(world, by):
     store, lengths, random = world
-    found = gk.suspects(store, by=by)
-    assert found.documents
-    assert "token" in found.measure
-    assert abs(spearmanr(found.values, lengths[found.ids]).statistic) < 0.7
+    ranked = gk.suspects(store, by=by)
+    assert ranked.documents
+    assert "token" in ranked.measure
+    assert abs(spearmanr(ranked.values, lengths[ranked.ids]).statistic) < 0.7
     if by == "loss":
-        assert set(found.ids[: random.sum()]) == set(np.flatnonzero(random))
+        assert set(ranked.ids[: random.sum()]) == set(np.flatnonzero(random))
 
 
 def test_a_capture_of_losses_ranks_documents_too(world):
     store, _, random = world
-    found = gk.suspects(store, name="losses")
-    assert set(found.ids[: random.sum()]) == set(np.flatnonzero(random))
+    ranked = gk.suspects(store, name="losses")
+    assert set(ranked.ids[: random.sum()]) == set(np.flatnonzero(random))
 
 
 def test_summed_losses_are_refused(world):

@@ -27,22 +27,23 @@ def by_hand(query, train):
 
     def vector(text):
         counts = Counter(run for run in runs(text) if run in known)
-        found = {run: (1 + math.log(count)) * weight[run] for run, count in counts.items()}
-        size = math.sqrt(sum(v * v for v in found.values())) or 1.0
-        return {run: value / size for run, value in found.items()}
+        actual = {run: (1 + math.log(count)) * weight[run] for run, count in counts.items()}
+        size = math.sqrt(sum(v * v for v in actual.values())) or 1.0
+        return {run: value / size for run, value in actual.items()}
 
-    asked = vector(query)
+    query_vector = vector(query)
     return [
-        sum(value * vector(text).get(run, 0.0) for run, value in asked.items()) for text in train
+        sum(value * vector(text).get(run, 0.0) for run, value in query_vector.items())
+        for text in train
     ]
 
 
 def test_scores_are_cosines():
     queries = ["the cat sat", "mat", "nothing known"]
-    found = gk.text_similarity(queries, TRAIN)
-    wanted = np.array([by_hand(query, TRAIN) for query in queries])
-    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
-    assert found.numpy()[2].max() == 0
+    scores = gk.text_similarity(queries, TRAIN)
+    expected = np.array([by_hand(query, TRAIN) for query in queries])
+    np.testing.assert_allclose(scores.numpy(), expected, atol=1e-6)
+    assert scores.numpy()[2].max() == 0
 
 
 def test_tokens_do_as_words_do():

@@ -97,7 +97,7 @@ def test_options_saved_scores_and_suspects(config, call):
     direct = gk.attribute(opened, damping=3.0, weight="q(1-q)")
     assert np.array_equal(gk.Scores.load(opened, "k").values, direct.values)
     assert "is not NAME=VALUE" in call("attribute", store, "--option", "damping", code=2)
-    assert "did you mean damping" in call("attribute", store, "--option", "dampin=3", code=2)
+    assert "Did you mean damping" in call("attribute", store, "--option", "dampin=3", code=2)
     found = json.loads(call("suspects", store, "--json", "--top", 4))["suspects"]
     ranked = gk.suspects(opened)
     assert [row["id"] for row in found] == ranked.ids[:4].tolist()
@@ -105,7 +105,7 @@ def test_options_saved_scores_and_suspects(config, call):
         opened.read(gk.store.CaptureKey(c, "train")).column("loss") for c in ("early", "late")
     ]
     assert ranked.ids.tolist() == np.argsort(-np.mean(losses, 0), kind="stable").tolist()
-    assert "the model says" in call("suspects", store, "--by", "self")
+    assert "predicted" in call("suspects", store, "--by", "self")
     assert "by must be" in call("suspects", store, "--by", "looks", code=2)
 
 
@@ -122,7 +122,7 @@ def test_methods_are_listed_with_what_they_need(call):
         (("store: kept", "stor: kept"), "did you mean store"),
         (("name: mlp", "name: mlpp"), "mlp"),
         (("kind: digits, rows: 40", "kind: digit"), "digits"),
-        (("early.pt", "none.pt"), "no such checkpoint"),
+        (("early.pt", "none.pt"), "checkpoint does not exist"),
         (("batch_size: 16", "task: guessing"), "task 'guessing'"),
     ],
 )

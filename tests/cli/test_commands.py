@@ -238,7 +238,7 @@ def test_a_store_of_a_later_version_is_left_alone(inline, folder, command):
     before = file.read_bytes()
     run = inline(command[0], folder, *command[1:])
     assert run.returncode == 2
-    assert "upgrade gradkeep" in run.stderr
+    assert "Upgrade gradkeep" in run.stderr
     assert file.read_bytes() == before
 
 

@@ -124,7 +124,7 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
     told = answer(run, 2)["error"]
     assert told["type"] == "SchemaMismatchError"
     for line in (
-        "array margins: dtype: stored 'float32', asked for 'float16'",
+        "array margins: dtype: stored 'float32', requested 'float16'",
         "num_models: stored 60, asked for 50",
     ):
         assert line in told["found"]
@@ -135,7 +135,7 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
     [
         (["init", "store"], "--spec"),
         (["init", "store", "--spec", "none.json"], "no such file"),
-        (["init", "new", "--from", "."], "published arrays are not here"),
+        (["init", "new", "--from", "."], "no published arrays"),
         (["run", "store", "--main", "no.such"], "no such module"),
         (["run", "store", "--main", "json"], "no function main"),
         (["run", "store", "--main", "json.tool"], "with index and logdir"),

@@ -133,9 +133,9 @@ def test_a_row_is_written_by_the_commands_of_both_generations(place, begin, work
     assert (place / "out/workers/2/artefact").read_text() == "x"
     assert "--trainer.multiple=2" in (place / "out/cmds.txt").read_text()
 
-    again = call(place, worker, *worker_flags(2, multiple=5))
-    assert again.returncode == 0
-    assert "already done" in again.stdout
+    second_call = call(place, worker, *worker_flags(2, multiple=5))
+    assert second_call.returncode == 0
+    assert "already done" in second_call.stdout
     assert arrays(place)["margins"][2].tolist() == [6.0, 6.0, 6.0]
     redone = call(place, worker, *worker_flags(2, "--worker.do_if_complete", multiple=5))
     assert redone.returncode == 0, redone.stderr
@@ -391,17 +391,17 @@ def test_cifar10_from_an_empty_folder_to_datamodels_by_the_compatible_commands(p
 
     from gradkeep.compat.datamodels import load_weights
 
-    found = load_weights(place / "out/reg_results/datamodels.pt")
-    assert found["weight"].shape == (60, 20)
-    assert found["bias"].shape == found["lam"].shape == (20,)
+    weights = load_weights(place / "out/reg_results/datamodels.pt")
+    assert weights["weight"].shape == (60, 20)
+    assert weights["bias"].shape == weights["lam"].shape == (20,)
     masks, margins = arrays(place)["masks"], arrays(place)["margins"].astype(float)
-    predicted = masks @ found["weight"] + found["bias"]
+    predicted = masks @ weights["weight"] + weights["bias"]
     learnt = 1 - ((predicted - margins) ** 2).sum() / ((margins - margins.mean(0)) ** 2).sum()
     assert learnt > 0.3, "weights in mask units predict as they are"
 
-    again = call(place, "regression.compute_datamodels", "-C", "config.yaml", *flags)
-    assert again.returncode == 2
-    assert "already exists" in again.stderr
+    second_call = call(place, "regression.compute_datamodels", "-C", "config.yaml", *flags)
+    assert second_call.returncode == 2
+    assert "already exists" in second_call.stderr
 
 
 def begin_folder(place):

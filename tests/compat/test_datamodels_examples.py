@@ -131,9 +131,9 @@ DATA = RegressionData(
 )
 
 
-def fitted(out, **given):
-    given = {"num_train": 300, "num_val": 100, "lambdas": 8, "least": 1e-2, "out": out} | given
-    return compute_datamodels(DATA, **given)
+def fitted(out, **options):
+    options = {"num_train": 300, "num_val": 100, "lambdas": 8, "least": 1e-2, "out": out} | options
+    return compute_datamodels(DATA, **options)
 
 
 def standardised(rows):
@@ -145,7 +145,7 @@ def test_every_penalty_of_the_path_is_logged(tmp_path):
     """Against lasso fits of scikit-learn at the logged penalties, all in mean squares."""
     from sklearn.linear_model import Lasso
 
-    found = fitted(tmp_path / "out")
+    datamodels = fitted(tmp_path / "out")
     log = read_log(tmp_path / "out/regularization_path")
     rows = len(log["lambda"])
     assert rows <= 8
@@ -172,20 +172,20 @@ def test_every_penalty_of_the_path_is_logged(tmp_path):
         best = errors.argmin()
         assert log["best_mse"][-1, target] == errors[best]
         assert log["best_lambda"][-1, target] == log["lambda"][best, target]
-    assert np.allclose(log["best_lambda"][-1], found.lam, rtol=1e-6)
+    assert np.allclose(log["best_lambda"][-1], datamodels.lam, rtol=1e-6)
     assert log["done_optimizing_inner"].all()
 
 
 def test_the_last_fit_is_logged(tmp_path):
-    found = fitted(tmp_path / "out")
+    datamodels = fitted(tmp_path / "out")
     log = read_log(tmp_path / "out/final_lambda")
     assert len(log["lambda"]) == 1
-    assert np.allclose(log["lambda"][0], found.lam, rtol=1e-6)
-    predicted = np.asarray(PLANTED.masks, float) @ found.weights + found.bias
+    assert np.allclose(log["lambda"][0], datamodels.lam, rtol=1e-6)
+    predicted = np.asarray(PLANTED.masks, float) @ datamodels.weights + datamodels.bias
     errors = ((predicted - PLANTED.outputs) ** 2).mean(0)
     assert np.allclose(log["train_mse"][0], errors, rtol=1e-2)
-    assert np.array_equal(log["weight_nz"][0], (found.weights != 0).sum(0))
-    assert np.allclose(log["deltas"][0], found.gap, rtol=1e-5)
+    assert np.array_equal(log["weight_nz"][0], (datamodels.weights != 0).sum(0))
+    assert np.allclose(log["deltas"][0], datamodels.gap, rtol=1e-5)
     assert np.isnan(log["val_mse"]).all()
 
 

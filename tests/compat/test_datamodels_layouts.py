@@ -35,10 +35,10 @@ def row(index):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "arrays").mkdir()
-    made = datamodels.NpyFolder.create(tmp_path / "arrays", SPEC)
+    created = datamodels.NpyFolder.create(tmp_path / "arrays", SPEC)
     for index in (0, 3, 4):
-        made.write(index, row(index))
-    return made
+        created.write(index, row(index))
+    return created
 
 
 def test_a_folder_of_arrays_goes_in_and_comes_out_the_same(tmp_path, folder):
@@ -118,8 +118,8 @@ def test_which_share_is_asked_if_there_are_several(tmp_path):
 def test_weights_are_read_without_running_what_a_file_holds(tmp_path):
     weight = np.arange(6.0).reshape(3, 2)
     datamodels.save_weights(tmp_path / "d.pt", weight, np.zeros(2), np.ones(2))
-    found = datamodels.load_weights(tmp_path / "d.pt")
-    np.testing.assert_array_equal(found["weight"], weight)
+    weights = datamodels.load_weights(tmp_path / "d.pt")
+    np.testing.assert_array_equal(weights["weight"], weight)
 
     class Trap:
         def __reduce__(self):
@@ -150,8 +150,8 @@ def test_rows_that_are_not_completed_are_left_out_of_the_regression(folder, tmp_
         folder, outputs="margins", flags=None
     ).rows.tolist() == list(range(5))
     data.save(tmp_path / "data")
-    again = datamodels.RegressionData.load(tmp_path / "data")
-    np.testing.assert_array_equal(again.masks.bits, data.masks.bits)
+    reloaded = datamodels.RegressionData.load(tmp_path / "data")
+    np.testing.assert_array_equal(reloaded.masks.bits, data.masks.bits)
     with raises(DatamodelsError, "compat.no_such_array"):
         datamodels.collect_completed(folder, outputs="margin")
     with raises(DatamodelsError, "compat.too_few_models"):
@@ -166,8 +166,8 @@ def test_few_models_are_fitted_with_l1_as_in_the_original():
     targets = (masks @ weights + 0.01 * rng.standard_normal(100)).astype(np.float32)[:, None]
     data = datamodels.RegressionData(gk.datamodels.Masks.of(masks), targets, np.arange(100))
     with pytest.warns(EvidenceWarning):
-        found = datamodels.compute_datamodels(data, num_train=80, num_val=20)
+        fitted = datamodels.compute_datamodels(data, num_train=80, num_val=20)
     unseen = rng.random((200, 1200)) < 0.5
-    predicted = unseen @ found.weights[:, 0]
+    predicted = unseen @ fitted.weights[:, 0]
     assert np.corrcoef(predicted, unseen @ weights)[0, 1] > 0.95
-    assert np.count_nonzero(found.weights) < 100
+    assert np.count_nonzero(fitted.weights) < 100

@@ -29,19 +29,19 @@ def test_lds_shows_a_board_keeps_it_and_compares(inline, folder, tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert "hybrid of kernel" in shown.stdout
     assert "reporting half: 20 subsets x 2 seeds" in shown.stdout
-    told = inline(
+    reported = inline(
         "evaluate", "lds", folder, "--method", "kernel", "--json", "--plots", tmp_path / "p"
     )
-    found = json.loads(told.stdout)
-    by_name = {one["method"]: one for one in found["methods"]}
-    kept = evaluate.evaluations(folder)
+    answer = json.loads(reported.stdout)
+    by_name = {one["method"]: one for one in answer["methods"]}
+    stored = evaluate.evaluations(folder)
     for one in by_name.values():
-        assert kept[one["saved"]].value == one["value"]
+        assert stored[one["saved"]].value == one["value"]
         assert one["interval"][0] <= one["value"] <= one["interval"][1]
         assert one["queries"] == 12
         assert one["subsets"] == 20
         assert (tmp_path / "p" / f"{one['saved']}.png").stat().st_size > 1000
-    random = next(name for name in kept if "random" in name)
+    random = next(name for name in stored if "random" in name)
     compared = inline("evaluate", "compare", folder, by_name["kernel"]["saved"], random)
     assert compared.returncode == 0
     assert "kernel" in compared.stdout
@@ -51,14 +51,14 @@ def test_lds_shows_a_board_keeps_it_and_compares(inline, folder, tmp_path):
 
 
 def test_a_truth_is_trained_from_a_script_and_remembered(inline, tmp_path, script):
-    made = inline(
+    computed = inline(
         *("evaluate", "truth", tmp_path / "new", "--recipe", f"{script}:how"),
         *("--subsets", "10", "--seeds", "2", "--workers", "0"),
     )
-    assert made.returncode == 0, made.stderr
-    assert "10 subsets x 2 seeds, 12 queries; ceiling" in made.stdout
+    assert computed.returncode == 0, computed.stderr
+    assert "10 subsets x 2 seeds, 12 queries; ceiling" in computed.stdout
     assert evaluate.load_truth(tmp_path / "new").recipe == f"{script}:how"
-    for source, said in (
+    for source, outputs in (
         (f"{script}:nothing", "is not a recipe"),
         (f"{script}:missing", "is not a recipe"),
         ("nowhere.py:how", "no such file"),
@@ -67,39 +67,39 @@ def test_a_truth_is_trained_from_a_script_and_remembered(inline, tmp_path, scrip
     ):
         bad = inline("evaluate", "truth", tmp_path / "other", "--recipe", source)
         assert bad.returncode == 2, source
-        assert said in bad.stderr, source
+        assert outputs in bad.stderr, source
 
 
 def test_labels_leakage_removal_and_sanity(inline, folder, tmp_path, script):
     wrong = tmp_path / "wrong.txt"
     wrong.write_text("id\n" + "\n".join(str(row) for row in range(0, ROWS, 9)))
-    found = inline("evaluate", "labels", folder, "--wrong", wrong, "--json")
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    assert {one["subject"].split(" at ")[0] for one in told} >= {"suspects by loss", "rank sum"}
+    actual = inline("evaluate", "labels", folder, "--wrong", wrong, "--json")
+    assert actual.returncode == 0, actual.stderr
+    answer = json.loads(actual.stdout)
+    assert {one["subject"].split(" at ")[0] for one in answer} >= {"suspects by loss", "rank sum"}
     copies = tmp_path / "copies.csv"
     copies.write_text("query,row\n" + "\n".join(f"{q},{q}" for q in range(6)))
-    found = inline("evaluate", "leakage", folder, "--copies", copies)
-    assert found.returncode == 0, found.stderr
-    assert "6 planted copies" in found.stdout
-    found = inline(
+    actual = inline("evaluate", "leakage", folder, "--copies", copies)
+    assert actual.returncode == 0, actual.stderr
+    assert "6 planted copies" in actual.stdout
+    actual = inline(
         *("evaluate", "removal", folder, "--recipe", f"{script}:how", "--size", "8"),
         *("--query", "1", "--query", "4", "--seeds", "2", "--workers", "0"),
     )
-    assert found.returncode == 0, found.stderr
-    assert "random rows" in found.stdout
-    found = inline("evaluate", "sanity", folder, "--random-run", "random", "--json")
-    assert json.loads(found.stdout)["passed"] == (found.returncode == 0)
+    assert actual.returncode == 0, actual.stderr
+    assert "random rows" in actual.stdout
+    actual = inline("evaluate", "sanity", folder, "--random-run", "random", "--json")
+    assert json.loads(actual.stdout)["passed"] == (actual.returncode == 0)
 
 
 def test_all_says_what_is_missing_and_goes_on(inline, folder):
-    found = inline("evaluate", "all", folder)
-    assert found.returncode == 0, found.stderr
+    actual = inline("evaluate", "all", folder)
+    assert actual.returncode == 0, actual.stderr
     for title in ("lds", "sanity", "labels", "leakage", "removal"):
-        assert f"== {title}" in found.stdout
-    assert "--wrong FILE" in found.stdout
-    assert "--copies FILE" in found.stdout
-    assert "--recipe" in found.stdout
+        assert f"== {title}" in actual.stdout
+    assert "--wrong FILE" in actual.stdout
+    assert "--copies FILE" in actual.stdout
+    assert "--recipe" in actual.stdout
     assert np.isfinite(next(iter(evaluate.evaluations(folder).values())).value)
 
 
@@ -107,43 +107,43 @@ def test_all_says_what_is_missing_and_goes_on(inline, folder):
 def test_files_of_ids_that_are_none_are_refused(inline, folder, tmp_path, content):
     file = tmp_path / "ids"
     file.write_text(content)
-    found = inline("evaluate", "leakage", folder, "--copies", file)
-    assert found.returncode == 2
-    assert "Traceback" not in found.stderr
+    actual = inline("evaluate", "leakage", folder, "--copies", file)
+    assert actual.returncode == 2
+    assert "Traceback" not in actual.stderr
 
 
 def test_rows_are_selected_written_and_verified(inline, folder, tmp_path, script):
     out = tmp_path / "rows.csv"
-    found = inline(
+    actual = inline(
         *("select", folder, "--target", "test", "--keep", "25%", "--out", out, "--json"),
         *("--recipe", f"{script}:how", "--seeds", "2", "--workers", "0"),
     )
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    assert len(told["rows"]) == ROWS // 4
-    assert told["verified"]["metric"] == "gain over random rows"
+    assert actual.returncode == 0, actual.stderr
+    answer = json.loads(actual.stdout)
+    assert len(answer["rows"]) == ROWS // 4
+    assert answer["verified"]["metric"] == "gain over random rows"
     listed = out.read_text().splitlines()
     assert listed[0] == "id,value,reason"
-    assert [int(line.split(",")[0]) for line in listed[1:]] == [row["id"] for row in told["rows"]]
+    assert [int(line.split(",")[0]) for line in listed[1:]] == [row["id"] for row in answer["rows"]]
     for keep in ("0", "-3", "200%", "x", "0%", "99999"):
         assert inline("select", folder, "--keep", keep).returncode == 2, keep
 
 
 def test_leaks_and_removals_by_command(inline, folder, tmp_path, script):
-    found = inline("leaks", folder, "--above", "0.5", "--json")
-    assert found.returncode == 0, found.stderr
-    assert all(row["value"] >= 0.5 for row in json.loads(found.stdout)["rows"])
+    actual = inline("leaks", folder, "--above", "0.5", "--json")
+    assert actual.returncode == 0, actual.stderr
+    assert all(row["value"] >= 0.5 for row in json.loads(actual.stdout)["rows"])
     ids = tmp_path / "ids.txt"
     ids.write_text("3\n7\n11\n")
     for rows in (ids, "3,7,11"):
-        found = inline(
+        actual = inline(
             *("check-removal", folder, rows, "--recipe", f"{script}:how"),
             *("--seeds", "2", "--workers", "0", "--json"),
         )
-        assert found.returncode == 0, found.stderr
-        told = json.loads(found.stdout)
-        assert told["rows"] == [3, 7, 11]
-        assert told["change"]["rows"] == 3
+        assert actual.returncode == 0, actual.stderr
+        answer = json.loads(actual.stdout)
+        assert answer["rows"] == [3, 7, 11]
+        assert answer["change"]["rows"] == 3
     unknown = inline("check-removal", folder, "3,999", "--recipe", f"{script}:how")
     assert unknown.returncode == 2
     assert "unknown ids [999]" in unknown.stderr
@@ -162,9 +162,9 @@ def test_labels_are_suggested_by_command(inline, folder, tmp_path):
         "how = dataclasses.replace(how, train=(x, y))\n"
     )
     out = tmp_path / "labels.csv"
-    found = inline(
+    actual = inline(
         *("suspects", folder, "--relabel", out, "--recipe", f"{script}:how"),
         *("--precision", "0.5", "--seeds", "1", "--workers", "0"),
     )
-    assert found.returncode == 0, found.stderr
+    assert actual.returncode == 0, actual.stderr
     assert out.read_text().splitlines()[0] == "id,value,reason,suggested"

@@ -18,25 +18,25 @@ def test_the_area_is_scikit_learns_with_ties(seed, rows, levels):
     wrong = rng.random(rows) < 0.3
     wrong[:2], wrong[2:4] = True, False
     values = rng.integers(0, levels + 1, rows) + wrong * rng.integers(0, 2, rows)
-    found = evaluate.label_detection(values, wrong, resamples=100)
-    assert found.value == pytest.approx(roc_auc_score(wrong, values), abs=1e-12)
+    evaluation = evaluate.label_detection(values, wrong, resamples=100)
+    assert evaluation.value == pytest.approx(roc_auc_score(wrong, values), abs=1e-12)
     listed = evaluate.label_detection(values, np.flatnonzero(wrong), resamples=100)
-    assert listed.value == found.value
-    assert listed.universe == found.universe
+    assert listed.value == evaluation.value
+    assert listed.universe == evaluation.universe
 
 
 def test_precision_and_recall_are_those_of_the_list():
     rng = np.random.default_rng(0)
     wrong = rng.random(300) < 0.2
     values = wrong + rng.standard_normal(300)
-    found = evaluate.label_detection(values, wrong)
+    evaluation = evaluate.label_detection(values, wrong)
     order = np.argsort(-values)
-    for at, size in enumerate(found.curve.at.astype(int)):
+    for at, size in enumerate(evaluation.curve.at.astype(int)):
         hits = wrong[order[:size]].sum()
-        assert found.curve.values[0, at] == pytest.approx(hits / size)
-        assert found.curve.values[1, at] == pytest.approx(hits / wrong.sum())
-        assert (found.curve.low[:, at] <= found.curve.values[:, at]).all()
-        assert (found.curve.values[:, at] <= found.curve.high[:, at]).all()
+        assert evaluation.curve.values[0, at] == pytest.approx(hits / size)
+        assert evaluation.curve.values[1, at] == pytest.approx(hits / wrong.sum())
+        assert (evaluation.curve.low[:, at] <= evaluation.curve.values[:, at]).all()
+        assert (evaluation.curve.values[:, at] <= evaluation.curve.high[:, at]).all()
 
 
 def test_detectors_of_the_same_labels_are_compared_in_whatever_order_they_list_rows():

@@ -22,27 +22,29 @@ def planted(subsets=40, rows=30, queries=6, seeds=2, noise=0.5, seed=0):
     rng = np.random.default_rng(seed)
     masks = rng.random((subsets, rows)) < 0.5
     weights = rng.standard_normal((queries, rows)).astype(np.float32)
-    said = (masks @ weights.T)[:, None] + noise * rng.standard_normal((subsets, seeds, queries))
+    outputs_value = (masks @ weights.T)[:, None] + noise * rng.standard_normal(
+        (subsets, seeds, queries)
+    )
     scores = gk.Scores(weights, np.arange(queries), np.arange(rows), method="right")
-    return scores, GroundTruth("planted", masks, said)
+    return scores, GroundTruth("planted", masks, outputs_value)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(12, 60), st.integers(2, 20), st.integers(1, 4))
 def test_the_score_is_the_mean_of_rank_correlations(seed, subsets, queries, seeds):
     scores, truth = planted(subsets, 15, queries, seeds, noise=2.0, seed=seed)
-    found = evaluate.lds(scores, truth)
-    masks, said = truth.masks[1::2], truth.outputs[1::2].mean(1)
+    evaluation = evaluate.lds(scores, truth)
+    masks, outputs_value = truth.masks[1::2], truth.outputs[1::2].mean(1)
     each = [
-        rank_correlation(masks.astype(float) @ scores.values[q].astype(float), said[:, q])
+        rank_correlation(masks.astype(float) @ scores.values[q].astype(float), outputs_value[:, q])
         for q in range(queries)
     ]
-    assert found.value == pytest.approx(np.mean(each), abs=1e-9)
-    assert found.items == pytest.approx(each, abs=1e-9)
-    assert found.interval[0] <= found.value <= found.interval[1]
-    assert found.sizes == SampleSizes(queries=queries, subsets=len(masks), seeds=seeds)
-    assert "reporting half" in found.truth
-    assert str(found.sizes) in str(found)
+    assert evaluation.value == pytest.approx(np.mean(each), abs=1e-9)
+    assert evaluation.items == pytest.approx(each, abs=1e-9)
+    assert evaluation.interval[0] <= evaluation.value <= evaluation.interval[1]
+    assert evaluation.sizes == SampleSizes(queries=queries, subsets=len(masks), seeds=seeds)
+    assert "reporting half" in evaluation.truth
+    assert str(evaluation.sizes) in str(evaluation)
 
 
 def test_intervals_hold_the_score_of_everything_about_as_often_as_they_say():
@@ -51,27 +53,27 @@ def test_intervals_hold_the_score_of_everything_about_as_often_as_they_say():
     weights = rng.standard_normal((400, 20)).astype(np.float32)
     wrong = weights + 1.5 * rng.standard_normal(weights.shape).astype(np.float32)
     masks = rng.random((4000, 20)) < 0.5
-    said = masks @ weights.T + 2.0 * rng.standard_normal((4000, 400))
-    every = GroundTruth("all", masks, said[:, None])
+    outputs_value = masks @ weights.T + 2.0 * rng.standard_normal((4000, 400))
+    every = GroundTruth("all", masks, outputs_value[:, None])
     whole = gk.Scores(wrong, np.arange(400), np.arange(20))
     truth = evaluate.lds(whole, every, part="all", resamples=100).value
     held = []
     for _trial in range(60):
         rows = rng.choice(4000, 60, replace=False)
-        asked = rng.choice(400, 30, replace=False)
-        some = GroundTruth("some", masks[rows], said[rows][:, None, asked])
-        found = evaluate.lds(
-            gk.Scores(wrong[asked], np.arange(30), np.arange(20)), some, resamples=300
+        query_ids = rng.choice(400, 30, replace=False)
+        some = GroundTruth("some", masks[rows], outputs_value[rows][:, None, query_ids])
+        actual = evaluate.lds(
+            gk.Scores(wrong[query_ids], np.arange(30), np.arange(20)), some, resamples=300
         )
-        held.append(found.interval[0] <= truth <= found.interval[1])
+        held.append(actual.interval[0] <= truth <= actual.interval[1])
     assert np.mean(held) > 0.85  # of 60 at 95 %
 
 
 def test_the_ceiling_is_what_a_perfect_prediction_scores():
     scores, truth = planted(subsets=2000, rows=30, queries=20, seeds=4, noise=4.0)
-    found = evaluate.lds(scores, truth)
-    assert found.ceiling == pytest.approx(found.value, abs=0.02)
-    assert found.share == pytest.approx(1, abs=0.05)
+    evaluation = evaluate.lds(scores, truth)
+    assert evaluation.ceiling == pytest.approx(evaluation.value, abs=0.02)
+    assert evaluation.share == pytest.approx(1, abs=0.05)
     assert GroundTruth("one", truth.masks, truth.outputs[:, :1]).ceiling() is None
 
 
@@ -84,12 +86,12 @@ def test_two_methods_are_compared_resample_by_resample():
         method="worse",
     )
     one, other = evaluate.lds(scores, truth), evaluate.lds(worse, truth)
-    found = evaluate.compare(one, other)
-    assert found.value == pytest.approx(one.value - other.value)
-    assert found.differs
-    assert found.interval[0] > 0
+    actual = evaluate.compare(one, other)
+    assert actual.value == pytest.approx(one.value - other.value)
+    assert actual.differs
+    assert actual.interval[0] > 0
     apart = (one.interval[1] - one.interval[0]) + (other.interval[1] - other.interval[0])
-    assert found.interval[1] - found.interval[0] < apart / 2
+    assert actual.interval[1] - actual.interval[0] < apart / 2
     assert not evaluate.compare(one, one).differs
     fewer = evaluate.lds(
         dataclasses.replace(scores, values=scores.values[:5], query_ids=np.arange(5)), truth
@@ -139,15 +141,15 @@ def test_what_was_chosen_by_is_remembered_with_saved_scores(tmp_path):
 
 def test_more_models_halve_the_interval_as_was_said():
     scores, truth = planted(subsets=80, queries=100, noise=6.0, seed=3)
-    found = evaluate.lds(scores, truth)
-    told = truth.to_halve(found)
-    assert told.models == told.subsets * truth.seeds
-    assert told.seconds is None
-    right, larger = planted(subsets=80 + told.subsets, queries=100, noise=6.0, seed=3)
-    again = evaluate.lds(right, larger)
-    before, after = (np.diff(one.interval)[0] for one in (found, again))
+    evaluation = evaluate.lds(scores, truth)
+    reported = truth.to_halve(evaluation)
+    assert reported.models == reported.subsets * truth.seeds
+    assert reported.seconds is None
+    right, larger = planted(subsets=80 + reported.subsets, queries=100, noise=6.0, seed=3)
+    second_evaluation = evaluate.lds(right, larger)
+    before, after = (np.diff(one.interval)[0] for one in (evaluation, second_evaluation))
     assert after == pytest.approx(before / 2, rel=0.25)
-    few = dataclasses.replace(found, spread_by_queries=10 * found.spread_by_subsets)
+    few = dataclasses.replace(evaluation, spread_by_queries=10 * evaluation.spread_by_subsets)
     assert "choice of queries" in str(truth.to_halve(few))
 
 
@@ -194,6 +196,6 @@ def test_constant_predictions_count_as_nothing_and_constant_outcomes_not_at_all(
     assert evaluate.lds(dataclasses.replace(scores, values=values), truth).items[2] == 0
     outputs = truth.outputs.copy()
     outputs[:, :, 3] = 7
-    found = evaluate.lds(scores, dataclasses.replace(truth, outputs=outputs))
-    assert np.isnan(found.items[3])
-    assert found.sizes.queries == 5
+    evaluation = evaluate.lds(scores, dataclasses.replace(truth, outputs=outputs))
+    assert np.isnan(evaluation.items[3])
+    assert evaluation.sizes.queries == 5

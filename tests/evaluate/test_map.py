@@ -16,10 +16,10 @@ def test_targets_that_depend_on_the_same_rows_lie_together_and_opposites_oppose(
     one, other = rng.standard_normal((2, 30))
     kinds = np.arange(24) % 3
     weights = np.stack([(one, -one, other)[kind] for kind in kinds])
-    found = fit(
+    actual = fit(
         masks, masks @ weights.T + 0.1 * rng.standard_normal((400, 24)), penalty="ridge", lam=1.0
     )
-    drawn = map_targets(found, clusters=3)
+    drawn = map_targets(actual, clusters=3)
     for kind in range(3):
         assert len(np.unique(drawn.clusters[kinds == kind])) == 1
     pair = drawn.opposing[0]
@@ -33,17 +33,17 @@ def test_places_are_the_principal_components_of_directions(tmp_path):
     store = gk.open(tmp_path)
     gk.capture(store, model, data, task=gk.Classification(), split="train", progress=False)
     drawn = map_rows(store, clusters=4)
-    kept = gk.gradients(store, split="train")
-    whole = gk.project(kept, gk.Projection(dim=256)).double().numpy()
+    stored = gk.gradients(store, split="train")
+    whole = gk.project(stored, gk.Projection(dim=256)).double().numpy()
     unit = whole / np.linalg.norm(whole, axis=1, keepdims=True)
-    left, strength, _ = np.linalg.svd(unit - unit.mean(0), full_matrices=False)
-    expected = left[:, :2] * strength[:2]
+    remaining, strength, _ = np.linalg.svd(unit - unit.mean(0), full_matrices=False)
+    expected = remaining[:, :2] * strength[:2]
     assert np.allclose(np.abs(drawn.places), np.abs(expected), atol=1e-4)
     assert drawn.share[0] == pytest.approx(strength[0] ** 2 / (strength**2).sum(), rel=1e-3)
     some = map_rows(store, clusters=2, most=10)
     assert (len(some), some.total) == (10, 40)
-    rows = np.flatnonzero(np.isin(kept.ids, some.ids))
-    picked = gk.project(kept, gk.Projection(dim=256), rows=rows)
+    rows = np.flatnonzero(np.isin(stored.ids, some.ids))
+    picked = gk.project(stored, gk.Projection(dim=256), rows=rows)
     assert torch.allclose(picked.double(), torch.from_numpy(whole[rows]), atol=1e-5)
 
 

@@ -20,7 +20,7 @@ def by_hand(mask, seed):
 
 def test_a_removal_curve_is_what_retraining_by_hand_says(world):
     scores = gk.attribute(world, method="kernel")
-    found = evaluate.removal_curve(
+    evaluation = evaluate.removal_curve(
         scores, recipe(), sizes=[8, 20], queries=[1, 5], seeds=2, workers=0
     )
     whole = np.stack([by_hand(np.ones(ROWS, bool), seed) for seed in range(2)])
@@ -31,25 +31,31 @@ def test_a_removal_curve_is_what_retraining_by_hand_says(world):
             mask[np.argsort(-scores.values[query])[:size]] = False
             without = np.stack([by_hand(mask, seed) for seed in range(2)])
             drops.append((whole - without)[:, query].mean())
-        assert found.change.curve.values[0, column] == pytest.approx(np.mean(drops), rel=1e-3)
-    assert found.change.curve.names[-1] == "random rows"
-    assert found.change.sizes.queries == 2
-    assert "20 rows" in str(found.change.sizes)
+        assert evaluation.change.curve.values[0, column] == pytest.approx(np.mean(drops), rel=1e-3)
+    assert evaluation.change.curve.names[-1] == "random rows"
+    assert evaluation.change.sizes.queries == 2
+    assert "20 rows" in str(evaluation.change.sizes)
 
 
 def test_removing_what_helped_hurts_more_than_removing_at_random(world):
     scores = gk.attribute(world, method="kernel")
-    found = evaluate.removal_curve(scores, recipe(), sizes=[16], workers=0)
-    assert found.change.value > 0
-    assert found.change.interval[0] > 0
+    evaluation = evaluate.removal_curve(scores, recipe(), sizes=[16], workers=0)
+    assert evaluation.change.value > 0
+    assert evaluation.change.interval[0] > 0
     alone = evaluate.removal_curve(scores, recipe(), sizes=[16], train="with only", workers=0)
     assert alone.change.metric == "retention"
     assert alone.change.value > 0
-    assert 0 <= found.flipped.interval[0] <= found.flipped.value <= found.flipped.interval[1] <= 1
+    assert (
+        0
+        <= evaluation.flipped.interval[0]
+        <= evaluation.flipped.value
+        <= evaluation.flipped.interval[1]
+        <= 1
+    )
     random = gk.attribute(world, method="random")
-    told = evaluate.removal_curve(random, recipe(), sizes=[16], workers=0)
-    assert not evaluate.compare(found.change, found.change).differs
-    assert evaluate.compare(found.change, told.change).value > 0
+    reported = evaluate.removal_curve(random, recipe(), sizes=[16], workers=0)
+    assert not evaluate.compare(evaluation.change, evaluation.change).differs
+    assert evaluate.compare(evaluation.change, reported.change).value > 0
 
 
 def test_trainings_are_kept(world, monkeypatch):
@@ -57,13 +63,15 @@ def test_trainings_are_kept(world, monkeypatch):
     first = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
     monkeypatch.setattr("gradkeep.datamodels.study._training.train_many", None)
     monkeypatch.setattr("gradkeep.datamodels.Training.train_one", None)
-    again = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
-    np.testing.assert_array_equal(first.change.draws, again.change.draws)
+    second_evaluation = evaluate.removal_curve(
+        scores, recipe(), sizes=[4], queries=[0, 2], workers=0
+    )
+    np.testing.assert_array_equal(first.change.draws, second_evaluation.change.draws)
 
 
 def test_leave_one_out_is_what_leaving_out_by_hand_says(world):
     scores = gk.attribute(world, method="kernel")
-    found = evaluate.leave_one_out(scores, recipe(), rows=list(range(8)), seeds=2, workers=0)
+    evaluation = evaluate.leave_one_out(scores, recipe(), rows=list(range(8)), seeds=2, workers=0)
     whole = np.stack([by_hand(np.ones(ROWS, bool), seed) for seed in range(2)]).mean(0)
     drops = []
     for row in range(8):
@@ -73,7 +81,7 @@ def test_leave_one_out_is_what_leaving_out_by_hand_says(world):
     from gradkeep._ranks import rank_correlation
 
     each = [rank_correlation(scores.values[q, :8], np.stack(drops)[:, q]) for q in range(QUERIES)]
-    assert found.value == pytest.approx(np.mean(each), abs=0.02)
+    assert evaluation.value == pytest.approx(np.mean(each), abs=0.02)
     many = evaluate.leave_one_out(scores, recipe(), rows=10, seeds=1, workers=0)
     assert many.ceiling is None
     assert many.sizes.rows == 10
@@ -85,8 +93,8 @@ def test_what_cannot_be_retrained_is_refused(world):
         evaluate.removal_curve(scores, recipe(), queries=[99])
     with pytest.raises(EvaluationError, match="sizes"):
         evaluate.removal_curve(scores, recipe(), sizes=[ROWS])
-    given = gk.Scores(scores.values[:, :9], scores.query_ids, np.arange(9))
+    passed = gk.Scores(scores.values[:, :9], scores.query_ids, np.arange(9))
     with raises(EvaluationError, "evaluate.no_store", fix="store="):
-        evaluate.removal_curve(given, recipe())
+        evaluate.removal_curve(passed, recipe())
     with raises(EvaluationError, "evaluate.other_rows"):
-        evaluate.removal_curve(given, recipe(), store=world)
+        evaluate.removal_curve(passed, recipe(), store=world)

@@ -57,8 +57,8 @@ def scored(store, name, train, queries):
 def test_the_same_order_is_judged_without_labels(truth):
     store, train, queries = truth
     scores = scored(store, "same", train, queries)
-    found = evaluate.load_truth(store)
-    assert np.isfinite(evaluate.lds(scores, found, part="all").value)
+    actual = evaluate.load_truth(store)
+    assert np.isfinite(evaluate.lds(scores, actual, part="all").value)
 
 
 @pytest.mark.parametrize("what", ["training rows", "queries"])

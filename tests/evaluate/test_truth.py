@@ -46,11 +46,11 @@ def test_dampings_are_chosen_by_the_choosing_half_alone(world):
     assert set(by_store.chosen_on) == set(by_truth.chosen_on) == expected
     np.testing.assert_array_equal(by_store.values, by_truth.values)
     assert evaluate.lds(by_store, truth).sizes.subsets == 20
-    given = gk.attribute(
+    passed = gk.attribute(
         world, method="kernel", damping="auto", subsets=(truth.masks, truth.outputs.mean(1))
     )
     with raises(EvaluationError, "evaluate.tuned_on_truth"):
-        evaluate.lds(given, truth)
+        evaluate.lds(passed, truth)
 
 
 def test_a_loss_falls_where_a_margin_rises(tmp_path, world):

@@ -22,8 +22,8 @@ def check_complete(store, count):
 
     rows = store.rows("models")
     assert rows.done().tolist() == list(range(count))
-    found = rows.read(range(count))
-    assert [value.tolist() for value in found["value"]] == [
+    stored = rows.read(range(count))
+    assert [value.tolist() for value in stored["value"]] == [
         farm_jobs.value(n).tolist() for n in range(count)
     ]
 
@@ -50,10 +50,10 @@ def cluster(monkeypatch):
     # Everything on the loopback, as Ray itself does where clusters are not supported.
     monkeypatch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False)
     head = {"num_cpus": 0, "include_dashboard": False, **LOOPBACK}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    yield made
+    ray_cluster = Cluster(initialize_head=True, head_node_args=head)
+    yield ray_cluster
     ray.shutdown()
-    made.shutdown()
+    ray_cluster.shutdown()
 
 
 @pytest.mark.slow

@@ -41,9 +41,9 @@ def test_a_worker_on_a_full_disk_completes_no_row_and_the_run_goes_on_when_there
     assert len(done) < ROWS
     assert len(done) > 0 or pages < 40
     assert len(done) == 0 or pages > 0
-    found = rows.read(done)
-    np.testing.assert_array_equal(found["number"], done)
-    for number, value in zip(done, found["value"], strict=True):
+    stored = rows.read(done)
+    np.testing.assert_array_equal(stored["number"], done)
+    for number, value in zip(done, stored["value"], strict=True):
         np.testing.assert_array_equal(value, farm_jobs.value(number))
     assert stores.verify(stores.LocalDisk(place / "store")).healthy
     others = [state for state in rows.states() if state.row not in done]

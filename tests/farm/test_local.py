@@ -28,9 +28,9 @@ def check_complete(store, count, name="models"):
 
     rows = store.rows(name)
     assert rows.done().tolist() == list(range(count))
-    found = rows.read(range(count))
-    assert found["number"].tolist() == list(range(count))
-    np.testing.assert_array_equal(found["value"], [farm_jobs.value(n) for n in range(count)])
+    stored = rows.read(range(count))
+    assert stored["number"].tolist() == list(range(count))
+    np.testing.assert_array_equal(stored["value"], [farm_jobs.value(n) for n in range(count)])
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(0, 1), (0, 5), (1, 1), (2, 3)])
@@ -237,7 +237,7 @@ def test_when_every_row_fails_the_farm_stops_early(rows_of, tmp_path):
 
     store = rows_of(500)
     job = farm_jobs.Failing(range(500), tmp_path, times=99)
-    with raises(FarmError, "farm.all_failed") as caught:
+    with raises(FarmError, "farm.broken_worker") as caught:
         farm.run(store, "models", job, workers=1, give_up_after=4)
     assert "has no luck" in caught.value.found
     assert sum(state.attempts for state in store.rows("models").states()) == 4
@@ -343,14 +343,14 @@ def start(tmp_path, *arguments):
 
 def children(pid):
     """The worker processes below a process (its resource tracker is not one)."""
-    found = []
+    results = []
     for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
             if b"spawn_main" in Path(f"/proc/{word}/cmdline").read_bytes():
-                found.append(int(word))
+                results.append(int(word))
         except OSError:
             continue
-    return found
+    return results
 
 
 def wait_until(condition, seconds=60):
@@ -369,11 +369,11 @@ def test_a_stop_finishes_what_was_begun_and_leaves_nothing_leased(rows_of, tmp_p
     try:
         wait_until(lambda: len(rows.done()) >= 2)
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        _, error_output = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode != 0
-    assert ("KeyboardInterrupt" in told) is (number == signal.SIGINT)
+    assert ("KeyboardInterrupt" in error_output) is (number == signal.SIGINT)
     states = [state.state for state in rows.states()]
     assert "leased" not in states
     assert 2 <= states.count("done") < 100
@@ -416,7 +416,7 @@ def is_running(pid):
 @pytest.mark.slow
 def test_two_thousand_rows_survive_fifty_kills_each_computed_once(rows_of, tmp_path):
     """Workers are killed at random moments; in the end every row is there, right, and once."""
-    count, wanted = 2000, 60
+    count, max_kills = 2000, 60
     store = rows_of(count)
     rows = store.rows("models")
     rng = random.Random(1)
@@ -428,7 +428,7 @@ def test_two_thousand_rows_survive_fifty_kills_each_computed_once(rows_of, tmp_p
             time.sleep(0.02)
             done, alive = len(rows.done()), children(process.pid)
             # By what is done, not by the clock: no machine is too slow to get on, none too fast.
-            if kills < wanted and done >= next_kill and alive:
+            if kills < max_kills and done >= next_kill and alive:
                 time.sleep(rng.uniform(0, 0.05))
                 try:
                     os.kill(rng.choice(alive), signal.SIGKILL)
@@ -436,10 +436,10 @@ def test_two_thousand_rows_survive_fifty_kills_each_computed_once(rows_of, tmp_p
                     continue  # the one killed before was still listed
                 kills += 1
                 next_kill = done + rng.randint(1, 20)
-        out, told = process.communicate(timeout=100)
+        out, error_output = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode == 0, told
+    assert process.returncode == 0, error_output
     assert kills >= 50, f"only {kills} kills before the end"
     check_complete(store, count)
     assert out.splitlines()[-1] == f"{count} of {count} done"

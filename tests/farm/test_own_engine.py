@@ -68,19 +68,19 @@ def jobs():
 
 
 def check_rows(store, jobs, count):
-    found = store.rows("models").read(range(count))["value"]
-    np.testing.assert_array_equal(found, [jobs.value(n) for n in range(count)])
+    stored = store.rows("models").read(range(count))["value"]
+    np.testing.assert_array_equal(stored, [jobs.value(n) for n in range(count)])
 
 
 def test_rows_are_computed_where_the_engine_says(jobs, rows_of):
-    store, mine, told = rows_of(12), Threads(2), []
-    outcome = farm.run(store, "models", jobs.trivial, engine=mine, progress=told.append, batch=2)
+    store, mine, seen = rows_of(12), Threads(2), []
+    outcome = farm.run(store, "models", jobs.trivial, engine=mine, progress=seen.append, batch=2)
     assert outcome.complete
     assert not outcome.failures
     check_rows(store, jobs, 12)
     assert isinstance(mine.seen, JobSpec)
     assert (mine.seen.rows, mine.seen.batch, mine.seen.threads) == ("models", 2, 1)
-    assert told[-1].complete
+    assert seen[-1].complete
 
 
 def test_a_spec_travels_to_another_program(jobs, rows_of, tmp_path, monkeypatch):
@@ -90,8 +90,8 @@ def test_a_spec_travels_to_another_program(jobs, rows_of, tmp_path, monkeypatch)
         str(tmp_path / "store"), "models", jobs.Threads(), engine=Elsewhere(tmp_path)
     )
     assert outcome.complete
-    found = store.rows("models").read(range(6))["value"]
-    np.testing.assert_array_equal(found, 2)  # the threads that the engine gives each worker
+    stored = store.rows("models").read(range(6))["value"]
+    np.testing.assert_array_equal(stored, 2)  # the threads that the engine gives each worker
 
 
 def test_failures_are_recorded_whoever_runs_the_rows(jobs, rows_of, tmp_path):

@@ -47,9 +47,9 @@ def test_status_tells_how_long_it_will_take_while_somebody_works(rows_of):
         os.utime(file, (time.time() - 4 + 4 * number,) * 2)
     assert status(store).progress.eta is None, "nobody works"
     rows.claim(count=1)
-    found = status(store).progress
-    assert (found.done, found.leased, found.pending) == (2, 1, 7)
-    assert found.eta == pytest.approx(32, rel=0.05)
+    progress = status(store).progress
+    assert (progress.done, progress.leased, progress.pending) == (2, 1, 7)
+    assert progress.eta == pytest.approx(32, rel=0.05)
 
 
 def test_a_run_reports_its_progress_to_the_end(rows_of):

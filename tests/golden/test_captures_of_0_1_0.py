@@ -108,11 +108,11 @@ def layout(content):
     return {**header, "__metadata__": sorted(header["__metadata__"])}
 
 
-def assert_same_segments(found, expected):
-    assert list(found) == list(expected)
+def assert_same_segments(actual, expected):
+    assert list(actual) == list(expected)
     for name, content in expected.items():
-        assert layout(found[name]) == layout(content)
-        now, then = (safetensors.numpy.load(part) for part in (found[name], content))
+        assert layout(actual[name]) == layout(content)
+        now, then = (safetensors.numpy.load(part) for part in (actual[name], content))
         for array, values in then.items():
             if array in LENGTHS:
                 np.testing.assert_array_max_ulp(now[array], values)
@@ -130,10 +130,12 @@ def test_the_same_scores_come_out(then, kind):
     expected = np.load(then / "expected.npz")
     for method in ("dot", "self", "kernel", "trak", "ekfac"):
         scores = gk.attribute(then / "store", method=method, run=kind).numpy()
-        wanted = expected[f"{kind}.{method}"]
-        np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+        expected_value = expected[f"{kind}.{method}"]
+        np.testing.assert_allclose(
+            scores, expected_value, rtol=1e-4, atol=1e-5 * np.abs(expected_value).max()
+        )
         if method in ("dot", "self"):
-            assert (scores == wanted).all()
+            assert (scores == expected_value).all()
 
 
 def test_saved_scores_are_read(then):
@@ -146,8 +148,8 @@ def test_saved_scores_are_read(then):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_finished_capture_is_not_done_again(then, kind):
     before = segments(then / "store", kind, "main")
-    kept = capture(then / "store", kind)
-    assert kept.reused_rows == kept.rows == 12
+    stored_capture = capture(then / "store", kind)
+    assert stored_capture.reused_rows == stored_capture.rows == 12
     assert segments(then / "store", kind, "main") == before
     changed = batches(MODELS[kind][1](12, start=1))
     with raises(gk.GradkeepError, "capture.rows_changed"):
@@ -169,8 +171,8 @@ def test_a_capture_that_was_begun_goes_on_to_the_same_bytes(then, kind):
     begun = segments(then / "store", kind, "begun")
     whole = segments(then / "store", kind, "whole")
     assert len(begun) < len(whole)
-    kept = capture(then / "store", kind, name="begun", ids=list(range(12)))
-    assert kept.reused_rows == 8
+    stored_capture = capture(then / "store", kind, name="begun", ids=list(range(12)))
+    assert stored_capture.reused_rows == 8
     assert_same_segments(segments(then / "store", kind, "begun"), whole)
 
 

@@ -74,9 +74,9 @@ def made(kind):
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
     mask = torch.ones_like(tokens)
     for row in range(ROWS):
-        left = row % 4
-        mask[row, : left if "left" in kind else 0] = 0
-        mask[row, LENGTH if "left" in kind else LENGTH - left :] = 0
+        padding = row % 4
+        mask[row, : padding if "left" in kind else 0] = 0
+        mask[row, LENGTH if "left" in kind else LENGTH - padding :] = 0
     tokens = tokens * mask
     labels = tokens.masked_fill(mask == 0, -100)
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
@@ -90,18 +90,18 @@ def made(kind):
 def by_autograd(model, batch, task):
     """Every parameter's gradient of every row `[B, P]`, one row at a time, in float32."""
     net = copy.deepcopy(model).float()
-    found = {name: [] for name, _ in net.named_parameters()}
+    results = {name: [] for name, _ in net.named_parameters()}
     for row in range(ROWS):
         net.zero_grad()
         task.losses(net, {name: value[row : row + 1] for name, value in batch.items()}).backward()
         for name, parameter in net.named_parameters():
-            given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name].append(given.flatten())
-    return {name: torch.stack(parts).double() for name, parts in found.items()}
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            results[name].append(gradient.flatten())
+    return {name: torch.stack(parts).double() for name, parts in results.items()}
 
 
-def assert_near(found, expected, name):
-    error = (found.double() - expected).norm() / expected.norm().clamp(min=1e-5)
+def assert_near(actual, expected, name):
+    error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-5)
     assert error < 1e-5, (name, float(error))
 
 
@@ -120,26 +120,26 @@ def test_what_is_kept_is_what_autograd_says(tmp_path, kind):
         gk.capture(store, model, halves, **options)
     restored = gk.gradients(store, split="train", name="exact").restore(range(ROWS))
     assert set(restored) == set(whole)
-    for name, found in restored.items():
-        assert_near(found.flatten(1), whole[name], name)
+    for name, actual in restored.items():
+        assert_near(actual.flatten(1), whole[name], name)
     block = store.read(gs.CaptureKey("final", "train", "main", "exact"))
     forms = {layer.name: form_from_fields(layer.form) for layer in block.schema.layers}
     basis = store.read(gs.BasisKey("final", "main", "small"))
     arrays = basis.read_rows(np.zeros(1, np.int64), list(basis.names))
-    kept = store.read(gs.CaptureKey("final", "test", "main", "small"))
-    values = kept.read_rows(np.arange(ROWS), [f"{one.name}.bits" for one in kept.schema.layers])
-    for layer in kept.schema.layers:
+    stored = store.read(gs.CaptureKey("final", "test", "main", "small"))
+    values = stored.read_rows(np.arange(ROWS), [f"{one.name}.bits" for one in stored.schema.layers])
+    for layer in stored.schema.layers:
         form = forms[layer.name]
         dense = torch.cat([whole[parameter.name] for parameter in form.parameters], 1)
         parts = []
         for at, piece in enumerate(form.weight_blocks()):
             if f"{layer.name}.{at}.left" not in arrays:
                 continue
-            left, right, weights, chosen = (
+            first, right, weights, chosen = (
                 torch.from_numpy(np.array(arrays[f"{layer.name}.{at}.{part}"])[0])
                 for part in ("left", "right", "weights", "chosen")
             )
-            moved = (left.double().mT @ piece.matrices(dense) @ right.double()).flatten(1)
+            moved = (first.double().mT @ piece.matrices(dense) @ right.double()).flatten(1)
             parts.append((moved[:, chosen] * weights.double()).sum(1))
         assert_near(
             torch.from_numpy(np.array(values[f"{layer.name}.bits"])),

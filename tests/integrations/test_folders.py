@@ -137,12 +137,12 @@ def test_of_several_adapters_the_active_one_is_replaced(tmp_path):
     model.set_adapter("second")
     put_weights(model, load_weights(tmp_path), name="final")
     for key, value in model.state_dict().items():
-        wanted = (
+        expected = (
             source.state_dict()[key.replace("second", "default")]
             if "second" in key
             else before[key]
         )
-        assert torch.equal(value, wanted), key
+        assert torch.equal(value, expected), key
 
 
 def test_adapters_that_transformers_itself_attached_are_replaced(tmp_path):
@@ -197,16 +197,16 @@ def test_a_trainer_s_folder_gives_adam_s_second_moments(tmp_path, kind):
     trainer.train()
     state = trainer.optimizer.state_dict()["state"]
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    wanted = {
+    expected = {
         n: optimizer.state[p]["exp_avg_sq"]
         for n, p in model.named_parameters()
         if p in optimizer.state
     }
-    found = read_adam(tmp_path / "checkpoint-3", model)
-    assert len(wanted) == len(state)
-    assert found.second.keys() == wanted.keys()
-    assert found.step == 3
-    for name, value in wanted.items():
-        assert torch.equal(found.second[name], value), name
+    moments = read_adam(tmp_path / "checkpoint-3", model)
+    assert len(expected) == len(state)
+    assert moments.second.keys() == expected.keys()
+    assert moments.step == 3
+    for name, value in expected.items():
+        assert torch.equal(moments.second[name], value), name
     with raises(CaptureError, "capture.optimizer_does_not_fit"):
         read_adam(tmp_path / "checkpoint-3", gpt2(1, n_layer=3))

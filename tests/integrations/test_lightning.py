@@ -71,9 +71,9 @@ def test_every_epoch_is_captured_and_the_training_does_not_notice(tmp_path):
     plain = train(tmp_path, [])
     store = gk.open(tmp_path / "store")
     keeping = callback(store)
-    kept = train(tmp_path, [keeping])
+    captured = train(tmp_path, [keeping])
     for name, weight in plain.state_dict().items():
-        assert torch.equal(weight, kept.state_dict()[name]), name
+        assert torch.equal(weight, captured.state_dict()[name]), name
     assert [(c.key.checkpoint, c.key.split, c.rows) for c in keeping.captured] == [
         ("epoch-1", "train", 32),
         ("epoch-1", "test", 5),
@@ -93,11 +93,11 @@ def test_what_is_kept_is_the_gradient_at_the_end(tmp_path):
     keeping = callback(store, at="end")
     net = train(tmp_path, [keeping]).net.eval()
     assert [c.key.checkpoint for c in keeping.captured] == ["epoch-2", "epoch-2"]
-    found = gk.gradients(store, split="test").restore([3])
+    gradients = gk.gradients(store, split="test").restore([3])
     net.zero_grad()
     F.cross_entropy(net(TEST.tensors[0][3:4]), TEST.tensors[1][3:4]).backward()
     for name, weight in net.named_parameters():
-        torch.testing.assert_close(found[name][0], weight.grad)
+        torch.testing.assert_close(gradients[name][0], weight.grad)
 
 
 def test_epochs_can_be_left_out(tmp_path):

@@ -47,9 +47,9 @@ def test_event_files_hold_losses_accuracies_and_suspects(store, tmp_path):
         right = block.column("label") == block.column("predicted")
         assert events.Scalars(f"accuracy/{split}")[-1].value == pytest.approx(np.mean(right))
         assert [one.step for one in events.Histograms(f"losses/{split}")] == [5, 9]
-    told = events.Tensors("suspects/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert f"| {gk.suspects(store).ids[0]} |" in told
-    assert told.count("\n") == 4
+    text = events.Tensors("suspects/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert f"| {gk.suspects(store).ids[0]} |" in text
+    assert text.count("\n") == 4
     assert events.Scalars("memory/planned steps")[0].value == 0
     scalars = sum(len(events.Scalars(tag)) for tag in events.Tags()["scalars"])
     assert written == scalars + 4 + 1

@@ -30,15 +30,17 @@ def models():
 
 
 @pytest.mark.parametrize(
-    "told", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=str
+    "collator_options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=str
 )
-def test_documents_of_a_flattened_batch_have_the_gradients_they_have_alone(tmp_path, told):
+def test_documents_of_a_flattened_batch_have_the_gradients_they_have_alone(
+    tmp_path, collator_options
+):
     order = torch.Generator().manual_seed(0)
     data = [
         {"input_ids": torch.randint(31, (length,), generator=order).tolist()}
         for length in (5, 3, 9, 2, 4, 7)
     ]
-    collate = transformers.DataCollatorWithFlattening(**told)
+    collate = transformers.DataCollatorWithFlattening(**collator_options)
     for number, model in enumerate(models()):
         model.eval()
         store = gk.open(tmp_path / f"store-{number}")
@@ -47,12 +49,12 @@ def test_documents_of_a_flattened_batch_have_the_gradients_they_have_alone(tmp_p
             store, model, loader, task=gk.LanguageModeling(), split="train", progress=False
         )
         assert done.rows == 6
-        found = gk.gradients(store, split="train")
-        assert found.ids.tolist() == list(range(6))
+        gradients = gk.gradients(store, split="train")
+        assert gradients.ids.tolist() == list(range(6))
         for row, one in enumerate(data):
             tokens = torch.tensor([one["input_ids"]])
             model.zero_grad()
             (model(input_ids=tokens, labels=tokens).loss * (tokens.shape[1] - 1)).backward()
             weights = dict(model.named_parameters())
-            for name, gradient in found.restore([row]).items():
+            for name, gradient in gradients.restore([row]).items():
                 torch.testing.assert_close(gradient[0], weights[name].grad, rtol=1e-4, atol=1e-6)

@@ -68,8 +68,8 @@ def capture(store, model, **options):
 def assert_same(store, plain, other, **options):
     capture(store, plain, checkpoints="plain", **options)
     capture(store, other, checkpoints="other", **options)
-    found = [gk.gradients(store, split="train", checkpoints=c) for c in ("other", "plain")]
-    ours, theirs = (one.restore(one.ids) for one in found)
+    gradients = [gk.gradients(store, split="train", checkpoints=c) for c in ("other", "plain")]
+    ours, theirs = (one.restore(one.ids) for one in gradients)
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         error = (ours[name] - value).norm() / value.norm().clamp(min=1e-9)

@@ -33,12 +33,12 @@ def new_model():
 def new_data():
     order = torch.Generator().manual_seed(0)
     rows = torch.randint(31, (12, 6), generator=order)
-    found = []
+    results = []
     for at, row in enumerate(rows):
         labels = row.clone()
         labels[: at % 4] = -100  # rows of different numbers of tokens
-        found.append({"input_ids": row, "labels": labels, "id": 100 + at})
-    return found
+        results.append({"input_ids": row, "labels": labels, "id": 100 + at})
+    return results
 
 
 def train(folder, callbacks, *, data=None, **options):
@@ -97,11 +97,11 @@ def test_the_gradients_of_the_steps_are_those_of_a_replay(tmp_path, accumulated)
 
 def test_the_training_does_not_notice_the_recorder(tmp_path):
     plain = [{name: value for name, value in row.items() if name != "id"} for row in new_data()]
-    wanted = train(tmp_path / "plain", [], data=plain, learning_rate=0.01)
+    expected = train(tmp_path / "plain", [], data=plain, learning_rate=0.01)
     recorder = GradkeepTrainerRecorder(tmp_path / "store", layers=LAYERS)
-    found = train(tmp_path / "kept", [recorder], learning_rate=0.01)
-    for name, weight in wanted.state_dict().items():
-        assert torch.equal(found.state_dict()[name], weight), name
+    outcome = train(tmp_path / "kept", [recorder], learning_rate=0.01)
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(outcome.state_dict()[name], weight), name
 
 
 def test_what_cannot_be_recorded_is_refused_before_training(tmp_path):

@@ -74,9 +74,9 @@ def test_every_save_is_captured_and_the_training_does_not_notice(tmp_path):
     plain = train(tmp_path / "plain", [])
     store = gk.open(tmp_path / "store")
     callback = GradkeepTrainerCallback(store, loaders(), task=gk.Classification(), layers=LAYERS)
-    kept = train(tmp_path / "kept", [callback])
+    captured = train(tmp_path / "kept", [callback])
     for name, weight in plain.state_dict().items():
-        assert torch.equal(weight, kept.state_dict()[name]), name
+        assert torch.equal(weight, captured.state_dict()[name]), name
     assert [(c.key.checkpoint, c.key.split, c.rows) for c in callback.captured] == [
         ("checkpoint-4", "train", 32),
         ("checkpoint-4", "test", 5),
@@ -96,12 +96,12 @@ def test_what_is_kept_is_the_gradient_at_the_saved_checkpoint(tmp_path):
         tmp_path / "kept" / "checkpoint-4"
     )
     saved.eval()
-    found = gk.gradients(store, split="train", checkpoints="checkpoint-4").restore([7])
+    gradients = gk.gradients(store, split="train", checkpoints="checkpoint-4").restore([7])
     one = {name: value.unsqueeze(0) for name, value in TRAIN[7].items()}
     saved(**one).loss.backward()
     weights = dict(saved.named_parameters())
-    assert len(found) == 32
-    for name, gradient in found.items():
+    assert len(gradients) == 32
+    for name, gradient in gradients.items():
         torch.testing.assert_close(gradient[0], weights[name].grad, rtol=1e-4, atol=1e-6)
 
 

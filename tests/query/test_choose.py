@@ -100,12 +100,12 @@ def test_a_way_whose_temporaries_do_not_fit_is_not_chosen():
 
 
 def measured(form, queries, train, compute):
-    found = []
+    actual = []
     for _ in range(3):
         start = time.process_time()
         form.dot(queries, train, compute=compute, scratch=1 << 28)
-        found.append(time.process_time() - start)
-    return min(found)
+        actual.append(time.process_time() - start)
+    return min(actual)
 
 
 @pytest.mark.slow

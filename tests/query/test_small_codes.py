@@ -48,14 +48,14 @@ def test_the_best_are_those_of_all_rows(tmp_path, kind, smallest):
     model, shape, options = MODELS[kind]
     train, test = captured(tmp_path, model, shape, **options)
     codes = gk.query.small_codes(train, bytes=24)
-    found = gk.query.top(test, train, 5, codes=codes, candidates=100, smallest=smallest)
+    best = gk.query.top(test, train, 5, codes=codes, candidates=100, smallest=smallest)
     exact = gk.query.top(test, train, 5, smallest=smallest)
     shared = [
-        len(set(a) & set(b)) for a, b in zip(found.ids.tolist(), exact.ids.tolist(), strict=True)
+        len(set(a) & set(b)) for a, b in zip(best.ids.tolist(), exact.ids.tolist(), strict=True)
     ]
     assert sum(shared) >= 0.95 * exact.ids.numel()
-    same = found.ids == exact.ids
-    assert torch.allclose(found.values[same], exact.values[same], rtol=1e-4)
+    same = best.ids == exact.ids
+    assert torch.allclose(best.values[same], exact.values[same], rtol=1e-4)
 
 
 def dense_rows(tmp_path, rows, queries):
@@ -84,8 +84,8 @@ def append(store, rows, first):
         writer.append(first + np.arange(len(rows)), {"w.gradient": rows.numpy()})
 
 
-def recall(found, exact):
-    pairs = zip(found.ids.tolist(), exact.ids.tolist(), strict=True)
+def recall(actual, exact):
+    pairs = zip(actual.ids.tolist(), exact.ids.tolist(), strict=True)
     return np.mean([len(set(a) & set(b)) / len(b) for a, b in pairs])
 
 
@@ -99,9 +99,9 @@ def test_rows_of_slowly_falling_directions_and_very_different_lengths_are_found(
     train, test = dense_rows(tmp_path, rows, queries)
     codes = gk.query.small_codes(train, bytes=38, sample=512)
     assert 0.4 < codes.share < 0.9
-    found = gk.query.top(test, train, 10, codes=codes, candidates=400, smallest=smallest)
+    best = gk.query.top(test, train, 10, codes=codes, candidates=400, smallest=smallest)
     exact = gk.query.top(test, train, 10, smallest=smallest)
-    assert recall(found, exact) >= 0.97
+    assert recall(best, exact) >= 0.97
 
 
 def test_long_rows_are_looked_at_though_their_codes_say_little(tmp_path):
@@ -112,9 +112,9 @@ def test_long_rows_are_looked_at_though_their_codes_say_little(tmp_path):
     query = torch.cat([torch.ones(4), torch.full((36,), 0.3)])[None]
     train, test = dense_rows(tmp_path, rows, query)
     codes = gk.query.small_codes(train, bytes=8, sample=64)
-    asked = QueryCoordinates.of(test, codes, [0], smallest=False)
+    coordinates = QueryCoordinates.of(test, codes, [0], smallest=False)
     exact = gk.query.top(test, train, 5).ids
-    by_codes = 3 * codes.nearest(codes.products(asked), 30)
+    by_codes = 3 * codes.nearest(codes.products(coordinates), 30)
     assert not torch.isin(exact, by_codes).all()
     assert torch.equal(gk.query.top(test, train, 5, codes=codes, candidates=60).ids, exact)
 
@@ -129,10 +129,10 @@ def test_with_all_rows_as_candidates_nothing_is_lost(tmp_path, smallest, candida
     train, test = dense_rows(tmp_path, rows, queries)
     codes = gk.query.small_codes(train, bytes=8)
     for k in (1, 7, 90, 1000):
-        found = gk.query.top(test, train, k, codes=codes, candidates=candidates, smallest=smallest)
+        best = gk.query.top(test, train, k, codes=codes, candidates=candidates, smallest=smallest)
         exact = gk.query.top(test, train, k, smallest=smallest)
-        assert torch.equal(found.ids, exact.ids)
-        assert torch.equal(found.values, exact.values)
+        assert torch.equal(best.ids, exact.ids)
+        assert torch.equal(best.values, exact.values)
         one = gk.query.top(test, train, k, ids=[6], codes=codes, smallest=smallest)
         assert torch.equal(one.ids, exact.ids[2:3])
 
@@ -148,18 +148,22 @@ def test_nearest_are_those_of_decoded_codes(tmp_path):
     units = torch.from_numpy(levels).float() * codes.steps
     part = codes.parts.float().unsqueeze(1) / 65535
     rows = units * codes.lengths.unsqueeze(1) * part.sqrt()
-    asked = QueryCoordinates.of(test, codes, [0, 1, 2, 3, 4], smallest=False)
-    values = asked.along @ rows.t()
-    products = codes.products(asked)
-    found = codes.nearest(products, 40)
-    assert torch.allclose(values.gather(1, found), values.topk(40).values, rtol=1e-4, atol=1e-4)
+    coordinates = QueryCoordinates.of(test, codes, [0, 1, 2, 3, 4], smallest=False)
+    values = coordinates.along @ rows.t()
+    products = codes.products(coordinates)
+    actual = codes.nearest(products, 40)
+    assert torch.allclose(values.gather(1, actual), values.topk(40).values, rtol=1e-4, atol=1e-4)
     floor = values.topk(3).values[:, -1]
-    unseen = codes.lengths.square() * (1 - part[:, 0]) * (codes.spread * asked.beyond[:, None]) ** 2
-    rounded = (asked.along * codes.steps).square().sum(1, keepdim=True) / 12
+    unseen = (
+        codes.lengths.square()
+        * (1 - part[:, 0])
+        * (codes.spread * coordinates.beyond[:, None]) ** 2
+    )
+    rounded = (coordinates.along * codes.steps).square().sum(1, keepdim=True) / 12
     error = (unseen + codes.lengths.square() * part[:, 0] * rounded).sqrt()
     likely = (values - floor[:, None]) / error
-    found = codes.likeliest(products, asked, floor, 40)
-    assert torch.allclose(likely.gather(1, found), likely.topk(40).values, rtol=1e-3, atol=1e-3)
+    actual = codes.likeliest(products, coordinates, floor, 40)
+    assert torch.allclose(likely.gather(1, actual), likely.topk(40).values, rtol=1e-3, atol=1e-3)
     assert abs(float(units.norm(dim=1).mean()) - 1) < 0.03
 
 
@@ -188,13 +192,13 @@ def test_codes_are_made_once_and_read_again(tmp_path):
     train, _ = captured(tmp_path, *MODELS["factors"][:2], rows=50)
     one = gk.query.small_codes(train, bytes=10)
     files = sorted(path.name for path in tmp_path.rglob("*.safetensors"))
-    again = gk.query.small_codes(train, bytes=10)
-    assert np.array_equal(one.codes, again.codes)
-    assert torch.equal(one.lengths, again.lengths)
+    second_codes = gk.query.small_codes(train, bytes=10)
+    assert np.array_equal(one.codes, second_codes.codes)
+    assert torch.equal(one.lengths, second_codes.lengths)
     assert torch.allclose(one.lengths, train.norms(), rtol=1e-4)
     assert files == sorted(path.name for path in tmp_path.rglob("*.safetensors"))
-    assert "50 rows, 10 bytes each" in repr(again)
-    assert 0.5 < again.share <= 1.0001
+    assert "50 rows, 10 bytes each" in repr(second_codes)
+    assert 0.5 < second_codes.share <= 1.0001
     assert gk.store.verify(tmp_path).healthy
     other = gk.query.small_codes(train, bytes=10, sample=20, seed=1)
     assert not np.array_equal(one.codes, other.codes)
@@ -215,8 +219,8 @@ def test_rows_of_length_zero_have_codes_too(tmp_path):
     train, test = dense_rows(tmp_path, rows, -rows[1:2])
     codes = gk.query.small_codes(train, bytes=8)
     for k in (3, 40):
-        found, exact = (gk.query.top(test, train, k, codes=by) for by in (codes, None))
-        assert torch.equal(found.ids, exact.ids)
+        best, exact = (gk.query.top(test, train, k, codes=by) for by in (codes, None))
+        assert torch.equal(best.ids, exact.ids)
     still, _ = dense_rows(tmp_path / "still", torch.zeros(9, 6), torch.zeros(1, 6))
     with raises(QueryError, "query.zero_gradients"):
         gk.query.small_codes(still)
@@ -251,11 +255,11 @@ def test_after_rows_were_appended_or_dropped_codes_are_of_the_new_version(tmp_pa
         codes = gk.query.small_codes(newer, bytes=12)
         assert 0 < sum(encoded) <= most  # of the other segments they were known
         fresh = _build_codes._CodeBuilder(newer, 12, 4096, 0)
-        made = fresh._encode(newer.rows(range(len(newer))), fresh.directions(), None)
-        assert np.array_equal(codes.codes, made["code"])
+        computed = fresh._encode(newer.rows(range(len(newer))), fresh.directions(), None)
+        assert np.array_equal(codes.codes, computed["code"])
         exact = gk.query.top(test, newer, 5)
-        found = gk.query.top(test, newer, 5, codes=codes)
-        assert torch.equal(found.ids, exact.ids)
+        best = gk.query.top(test, newer, 5, codes=codes)
+        assert torch.equal(best.ids, exact.ids)
         old = codes
     assert len(store.bases()) == 2  # the directions, and codes of the newest version
 
@@ -273,8 +277,8 @@ def test_codes_go_with_their_capture_and_are_not_taken_for_those_of_a_new_one(tm
     with raises(QueryError, "query.codes_of_other_rows"):
         gk.query.top(test, train, 2, codes=old)
     codes = gk.query.small_codes(train, bytes=8)
-    found = gk.query.top(test, train, 5, codes=codes)
-    assert torch.equal(found.ids, gk.query.top(test, train, 5).ids)
+    best = gk.query.top(test, train, 5, codes=codes)
+    assert torch.equal(best.ids, gk.query.top(test, train, 5).ids)
 
 
 def test_an_interrupted_call_is_gone_on_with(tmp_path, monkeypatch):
@@ -285,21 +289,21 @@ def test_an_interrupted_call_is_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(_build_codes, "_SEGMENT", 32)
     monkeypatch.setattr(_build_codes, "_TOGETHER", 3)
     train, _ = dense_rows(tmp_path / "two", rows, rows[:2])
-    real, left = _build_codes._CodeBuilder._encode, [12]
+    real, remaining = _build_codes._CodeBuilder._encode, [12]
 
     def broken(self, *given):
-        left[0] -= 1
-        if not left[0]:
+        remaining[0] -= 1
+        if not remaining[0]:
             raise KeyboardInterrupt
         return real(self, *given)
 
     monkeypatch.setattr(_build_codes._CodeBuilder, "_encode", broken)
     with pytest.raises(KeyboardInterrupt):
         gk.query.small_codes(train, bytes=12)
-    left[0] = 13  # of 19 segments of rows at least six are not made again
-    again = gk.query.small_codes(train, bytes=12)
-    assert np.array_equal(again.codes, whole.codes)
-    assert torch.equal(again.lengths, whole.lengths)
+    remaining[0] = 13  # of 19 segments of rows at least six are not made again
+    second_codes = gk.query.small_codes(train, bytes=12)
+    assert np.array_equal(second_codes.codes, whole.codes)
+    assert torch.equal(second_codes.lengths, whole.lengths)
 
 
 def test_damaged_codes_are_not_believed(tmp_path):

@@ -47,23 +47,23 @@ def world(store, *, tied=True, prompt=False, keep="factors", **options):
 
 def whole_gradients(model, batch):
     """Of every row by parameter, in float64."""
-    model, found = model.double(), []
+    model, actual = model.double(), []
     for row in range(len(batch["labels"])):
         model.zero_grad()
         one = {name: value[row : row + 1] for name, value in batch.items()}
         gk.LanguageModeling().losses(model, one).sum().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return found
+        actual.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return actual
 
 
 def by_hand(model, batch, row, direction):
     """`[T]`: what each call's position adds, all linear layers together, by hooks in float64."""
     model, total = model.double(), torch.zeros(LENGTH, dtype=torch.float64)
-    kept, handles = [], []
+    stored, handles = [], []
 
     def keep(module, args, output):
         output.retain_grad()
-        kept.append((module, args[0].detach(), output))
+        stored.append((module, args[0].detach(), output))
 
     handles += [
         module.register_forward_hook(keep)
@@ -75,7 +75,7 @@ def by_hand(model, batch, row, direction):
     for handle in handles:
         handle.remove()
     names = {id(p): name for name, p in model.named_parameters()}
-    for module, x, output in kept:
+    for module, x, output in stored:
         moved = x[0] @ direction[names[id(module.weight)]].T
         if module.bias is not None:
             moved = moved + direction[names[id(module.bias)]]
@@ -88,20 +88,20 @@ def by_hand(model, batch, row, direction):
 def test_tokens_are_those_of_autograd_and_add_up_to_the_product(store, tied, prompt):
     model, splits = world(store, tied=tied, prompt=prompt)
     train, test = gk.gradients(store, split="train"), gk.gradients(store, split="test")
-    found = gk.query.tokens(test, train)
-    wanted = gk.query.dot(test, train).values
-    scale = wanted.abs().max()
-    assert (found.sums - wanted).abs().max() <= 1e-5 * scale
-    asked = whole_gradients(model, splits["test"])
-    for query, direction in enumerate(asked):
+    actual = gk.query.tokens(test, train)
+    expected = gk.query.dot(test, train).values
+    scale = expected.abs().max()
+    assert (actual.sums - expected).abs().max() <= 1e-5 * scale
+    query_gradients = whole_gradients(model, splits["test"])
+    for query, direction in enumerate(query_gradients):
         for row in range(6):
             tokens = by_hand(model, splits["train"], row, direction)
-            length = int(found.lengths[row])
-            assert (found.values[query, row, :length] - tokens[:length]).abs().max() < 1e-5 * scale
+            length = int(actual.lengths[row])
+            assert (actual.values[query, row, :length] - tokens[:length]).abs().max() < 1e-5 * scale
             assert not tokens[length:].any()
-            assert not found.values[query, row, length:].any()
-    assert {"wpe", "ln_f"} <= set(found.rest_layers)
-    assert found.values.isfinite().all()
+            assert not actual.values[query, row, length:].any()
+    assert {"wpe", "ln_f"} <= set(actual.rest_layers)
+    assert actual.values.isfinite().all()
 
 
 def test_rows_and_queries_are_chosen_by_id(store):
@@ -120,18 +120,18 @@ def test_given_directions_are_queries_too(store):
     world(store)
     train, test = gk.gradients(store, split="train"), gk.gradients(store, split="test")
     mean = gk.query.mean(test)
-    found = gk.query.along_tokens(train, mean, ids=[3])
-    torch.testing.assert_close(found.sums[0], gk.query.along(train, mean)[0, 3:4])
+    actual = gk.query.along_tokens(train, mean, ids=[3])
+    torch.testing.assert_close(actual.sums[0], gk.query.along(train, mean)[0, 3:4])
 
 
 def test_dense_layers_are_in_the_rest(store):
     world(store, keep={"*": "factors", "h.0*": "dense"})
     train, test = gk.gradients(store, split="train"), gk.gradients(store, split="test")
-    found = gk.query.tokens(test, train)
-    assert "h.0.mlp.fc" in found.rest_layers
-    assert "h.0.mlp.fc" not in found.layers
-    wanted = gk.query.dot(test, train).values
-    assert (found.sums - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    actual = gk.query.tokens(test, train)
+    assert "h.0.mlp.fc" in actual.rest_layers
+    assert "h.0.mlp.fc" not in actual.layers
+    expected = gk.query.dot(test, train).values
+    assert (actual.sums - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_what_is_not_kept_by_token_is_refused(store):
@@ -154,10 +154,10 @@ def test_what_is_not_kept_by_token_is_refused(store):
 
 
 def test_a_capture_that_was_begun_without_places_goes_on_without(store, monkeypatch):
-    from gradkeep.capturing import _keeping
+    from gradkeep.capturing import _storage
 
     with monkeypatch.context() as patched:
-        patched.setattr(_keeping, "_with_places", lambda keeping, piece, tokens: keeping)
+        patched.setattr(_storage, "_with_places", lambda storage, piece, tokens: storage)
         world(store)
     world(store)  # the same again is the same capture
     train = gk.gradients(store, split="train")

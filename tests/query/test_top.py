@@ -32,9 +32,9 @@ def test_the_largest_of_tiles_are_those_of_a_stable_sort(queries, k, widths, lev
         for query in range(queries):  # tiles of one query each
             best.add(values[query : query + 1, start : start + width], query, start)
         start += width
-    wanted = values.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(best.values, wanted.values[:, :k])
-    assert torch.equal(best.rows, wanted.indices[:, :k])
+    expected = values.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(best.values, expected.values[:, :k])
+    assert torch.equal(best.rows, expected.indices[:, :k])
 
 
 def world():
@@ -73,9 +73,9 @@ def test_top_is_a_sort_of_all_products(store, smallest, name, of):
     test, train = sides(store, name, of)
     every = gk.query.dot(test, train)
     order = every.values.sort(dim=1, descending=not smallest, stable=True)
-    found = gk.query.top(test, train, 9, smallest=smallest)
-    assert torch.equal(found.ids, torch.from_numpy(every.train_ids.copy())[order.indices[:, :9]])
-    torch.testing.assert_close(found.values, order.values[:, :9])
+    actual = gk.query.top(test, train, 9, smallest=smallest)
+    assert torch.equal(actual.ids, torch.from_numpy(every.train_ids.copy())[order.indices[:, :9]])
+    torch.testing.assert_close(actual.values, order.values[:, :9])
 
 
 @pytest.mark.parametrize("smallest", [False, True])
@@ -85,28 +85,31 @@ def test_refined_rows_are_the_best_candidates_by_the_other_capture(store, smalle
     test, train = sides(store, of=of)
     whole = gk.query.dot(*sides(store, name, of)).values
     first = gk.query.top(test, train, 20, smallest=smallest)
-    found = gk.query.top(test, train, 4, smallest=smallest, refine=name, candidates=20)
+    actual = gk.query.top(test, train, 4, smallest=smallest, refine=name, candidates=20)
     for query in range(ASKED):
         places = sorted((first.ids[query] // 10).tolist())
         best = sorted(places, key=lambda row: float(whole[query, row]) * (1 if smallest else -1))[
             :4
         ]
-        assert (found.ids[query] // 10).tolist() == best
-        torch.testing.assert_close(found.values[query], whole[query, best])
-    given = gk.query.top(
+        assert (actual.ids[query] // 10).tolist() == best
+        torch.testing.assert_close(actual.values[query], whole[query, best])
+    passed = gk.query.top(
         test, train, 4, smallest=smallest, refine=tuple(sides(store, name, of)), candidates=20
     )
-    assert torch.equal(given.ids, found.ids)
+    assert torch.equal(passed.ids, actual.ids)
 
 
 def test_all_rows_as_candidates_are_the_exact_answer_and_fewer_come_near(store):
     test, train = sides(store)
-    wanted = gk.query.top(*sides(store, "whole"), 5)
-    found = gk.query.top(test, train, 5, refine="whole", candidates=ROWS)
-    assert torch.equal(found.ids, wanted.ids)
+    expected = gk.query.top(*sides(store, "whole"), 5)
+    actual = gk.query.top(test, train, 5, refine="whole", candidates=ROWS)
+    assert torch.equal(actual.ids, expected.ids)
     rough, near = (
         np.mean(
-            [len(set(a) & set(b)) for a, b in zip(x.ids.tolist(), wanted.ids.tolist(), strict=True)]
+            [
+                len(set(a) & set(b))
+                for a, b in zip(x.ids.tolist(), expected.ids.tolist(), strict=True)
+            ]
         )
         for x in (gk.query.top(test, train, 5), gk.query.top(test, train, 5, refine="whole"))
     )
@@ -116,18 +119,18 @@ def test_all_rows_as_candidates_are_the_exact_answer_and_fewer_come_near(store):
 def test_picked_queries_are_refined_alone(store):
     test, train = sides(store)
     every = gk.query.top(test, train, 3, refine="whole")
-    found = gk.query.top(test, train, 3, refine="whole", ids=[33, 13])
-    assert found.query_ids.tolist() == [33, 13]
-    assert torch.equal(found.ids, every.ids[[3, 1]])
+    actual = gk.query.top(test, train, 3, refine="whole", ids=[33, 13])
+    assert actual.query_ids.tolist() == [33, 13]
+    assert torch.equal(actual.ids, every.ids[[3, 1]])
 
 
 def test_a_capture_of_the_candidates_alone_is_enough(store):
     test, train = sides(store)
     model, data = world()
-    found = np.unique(gk.query.top(test, train, 4).ids.numpy())
-    some = [part[found // 10] for part in data["train"]]
+    actual = np.unique(gk.query.top(test, train, 4).ids.numpy())
+    some = [part[actual // 10] for part in data["train"]]
     for split, batch, ids in (
-        ("train", some, found),
+        ("train", some, actual),
         ("test", data["test"], test.ids),
     ):
         gk.capture(

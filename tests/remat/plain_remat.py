@@ -76,23 +76,23 @@ class PlainCore:
         self.class_cost: dict[int, int] = {}
 
     def compute(self, op: Op, args: list[_Tensor]) -> list[_Tensor]:
-        made = []
+        values = []
         for index, alias in enumerate(op.aliases):
             storage = args[alias].storage if alias >= 0 else _Storage(op.sizes[index])
             tensor = _Tensor(op, index, storage, list(args))
             storage.tensors.append(tensor)
             storage.references += 1
-            made.append(tensor)
-        for tensor in made:
-            tensor.siblings = [other for other in made if other is not tensor]
+            values.append(tensor)
+        for tensor in values:
+            tensor.siblings = [other for other in values if other is not tensor]
         for parent in args:
-            parent.children.extend(made)
-        self.materialize(made[0], again=False)
-        for tensor in made:
+            parent.children.extend(values)
+        self.materialize(values[0], recompute=False)
+        for tensor in values:
             tensor.storage.last_access = self.clock
-        return made
+        return values
 
-    def materialize(self, tensor: _Tensor, *, again: bool) -> None:
+    def materialize(self, tensor: _Tensor, *, recompute: bool) -> None:
         for parent in tensor.parents:
             parent.storage.last_access = self.clock
         there = [parent for parent in tensor.parents if parent.defined]
@@ -101,14 +101,14 @@ class PlainCore:
             self.lock(parent.storage)
         for parent in missing:
             if not parent.defined:
-                self.materialize(parent, again=True)
+                self.materialize(parent, recompute=True)
             self.lock(parent.storage)
         need = sum(tensor.op.sizes)
         while self.memory + need > self.budget:
             if not self.pool:
                 raise _OutOfMemory
             self.evict(self.choose())
-        self.run(tensor, need, again=again)
+        self.run(tensor, need, recompute=recompute)
         for parent in tensor.parents:
             parent.storage.locks -= 1
             if parent.storage.locks == 0:
@@ -116,12 +116,12 @@ class PlainCore:
         if self.remat > self.remat_limit:
             raise _Thrashing
 
-    def run(self, tensor: _Tensor, need: int, *, again: bool) -> None:
+    def run(self, tensor: _Tensor, need: int, *, recompute: bool) -> None:
         self.clock += tensor.op.cost
         self.memory += need
         self.peak = max(self.peak, self.memory)
         self.ops_run += 1
-        if again:
+        if recompute:
             self.remat += tensor.op.cost
         results = [*tensor.siblings, tensor]
         arriving = [result.storage for result in results if not result.storage.material]
@@ -158,21 +158,21 @@ class PlainCore:
         storage.locks += 1
 
     def beside(self, storage: _Storage) -> set[_Storage]:
-        found = set()
+        reached = set()
         for tensor in storage.tensors:
-            found |= {other.storage for other in (*tensor.parents, *tensor.children)}
-        return found - {storage}
+            reached |= {other.storage for other in (*tensor.parents, *tensor.children)}
+        return reached - {storage}
 
     def reachable(self, storage: _Storage, *, upwards: bool) -> set[_Storage]:
-        found: set[_Storage] = set()
+        reached: set[_Storage] = set()
         stack = [storage]
         while stack:
             for tensor in stack.pop().tensors:
                 for other in tensor.parents if upwards else tensor.children:
-                    if not other.storage.material and other.storage not in found:
-                        found.add(other.storage)
+                    if not other.storage.material and other.storage not in reached:
+                        reached.add(other.storage)
                         stack.append(other.storage)
-        return found - {storage}
+        return reached - {storage}
 
     def choose(self) -> _Storage:
         best, chosen = math.inf, self.pool[0]
@@ -215,8 +215,8 @@ def plain_simulate(
         for step in program.steps:
             if step.kind is StepKind.RUN:
                 op = program.ops[step.index]
-                made = core.compute(op, [tensors[number] for number in op.args])
-                tensors.update(zip(op.results, made, strict=True))
+                results = core.compute(op, [tensors[number] for number in op.args])
+                tensors.update(zip(op.results, results, strict=True))
                 continue
             tensor = tensors[step.index]
             storage = tensor.storage
@@ -224,7 +224,7 @@ def plain_simulate(
                 storage.references += 1
             elif step.kind is StepKind.PIN:
                 if not tensor.defined:
-                    core.materialize(tensor, again=True)
+                    core.materialize(tensor, recompute=True)
                 if not storage.pinned:
                     core.lock(storage)
                     storage.pinned = True

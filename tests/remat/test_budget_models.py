@@ -31,7 +31,7 @@ def trained(make, budget=None, *, steps=8, explicit=False):
     """Loss and gradients of each step, bits and all."""
     torch.manual_seed(0)
     parameters, step = make()
-    found = []
+    results = []
     whole = contextlib.nullcontext() if budget is None or explicit else budget
     with whole:
         for number in range(steps):
@@ -41,16 +41,16 @@ def trained(make, budget=None, *, steps=8, explicit=False):
             with budget.step() if explicit and budget is not None else contextlib.nullcontext():
                 loss = step(number)
                 loss.backward()
-            found.append((loss.item(), [dense(p.grad).clone() for p in parameters]))
+            results.append((loss.item(), [dense(p.grad).clone() for p in parameters]))
             del loss
             with torch.no_grad():
                 for parameter in parameters:
                     parameter.sub_(1e-3 * dense(parameter.grad))
-    return found
+    return results
 
 
-def same(left, right):
-    for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+def same(first, right):
+    for number, (ours, theirs) in enumerate(zip(first, right, strict=True)):
         assert ours[0] == theirs[0], f"the loss of step {number}"
         for a, b in zip(ours[1], theirs[1], strict=True):
             assert torch.equal(
@@ -257,14 +257,14 @@ def test_a_hidden_change_of_one_element_never_gives_a_wrong_gradient(at):
 
 
 def test_a_hidden_change_is_found_where_the_changed_tensor_is_made_again():
-    found = []
+    results = []
     for at in range(6):
         budget = memory_budget(0.5, min_size=None)
         try:
             trained(hidden_change(at, later=5.0), budget)
         except StepChangedError:
-            found.append(at)
-    assert found, "this test needs a plan that makes the changed tensor again"
+            results.append(at)
+    assert results, "this test needs a plan that makes the changed tensor again"
 
 
 def test_only_a_full_check_sees_all(monkeypatch):
@@ -273,14 +273,14 @@ def test_only_a_full_check_sees_all(monkeypatch):
     assert memory_budget(0.6, check="sampled")._planner.settings.check == "sampled"
     with pytest.raises(BudgetError, match="check must be"):
         memory_budget(0.6, check="some")
-    made = []
+    values = []
     real = ContentHash.of
-    monkeypatch.setattr(ContentHash, "of", lambda self, base: made.append(1) or real(self, base))
+    monkeypatch.setattr(ContentHash, "of", lambda self, base: values.append(1) or real(self, base))
     make = model_with(made_per_call)
     same(trained(make, memory_budget(0.7, check="sampled")), trained(make))
-    assert not made
+    assert not values
     same(trained(make, memory_budget(0.7)), trained(make))
-    assert made
+    assert values
 
 
 # Saying it

@@ -73,8 +73,8 @@ def test_masks_of_changing_size_and_ctc_loss_are_planned(masks):
     budget = gk.memory_budget(0.9, effort=0.05)
     with warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
-        found = trained(ours, step, 12, budget)
-    assert_same_bits(found, trained(plain, step, 12))
+        outcome = trained(ours, step, 12, budget)
+    assert_same_bits(outcome, trained(plain, step, 12))
     report = budget.report()
     assert (report.recorded, report.planned, report.unplanned) == (3, 9, 0)
     assert report.measured_peak <= report.budget
@@ -108,7 +108,7 @@ def test_speech_recognition_with_masks_and_dropped_layers_is_planned():
     budget = gk.memory_budget(0.8, effort=0.05)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
-        found = trained(ours, step, 16, budget)
-    assert_same_bits(found, trained(plain, step, 16))
+        outcome = trained(ours, step, 16, budget)
+    assert_same_bits(outcome, trained(plain, step, 16))
     assert budget.report().planned >= 8
     assert budget.report().undone == 0

@@ -127,8 +127,8 @@ def test_looking_at_fewer_storages_still_keeps_the_budget():
         outcome = simulate(program, heuristic="dtr-eq", budget=60, limit=20, **options)
         assert outcome.status == "ok"
         assert outcome.peak <= 60
-        again = simulate(program, heuristic="dtr-eq", budget=60, limit=20, **options)
-        assert again == outcome
+        second = simulate(program, heuristic="dtr-eq", budget=60, limit=20, **options)
+        assert second == outcome
         if options.get("sample"):
             assert outcome.heuristic_evaluations < whole.heuristic_evaluations
 

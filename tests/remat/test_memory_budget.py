@@ -64,9 +64,9 @@ def state_of(model):
     return [*model.parameters(), *gradients, *model.buffers(), torch.get_rng_state()]
 
 
-def same(left, right):
-    assert len(left) == len(right)
-    for at, (a, b) in enumerate(zip(left, right, strict=True)):
+def same(first, right):
+    assert len(first) == len(right)
+    for at, (a, b) in enumerate(zip(first, right, strict=True)):
         assert (a is None) == (b is None), at
         assert a is None or torch.equal(a, b), at
 
@@ -145,10 +145,10 @@ def test_a_budget_below_the_floor_names_the_floor():
     floor = int(str(caught.value.expected).split("floor of ")[1].split()[0])
     assert budget.report().planned == 0
     # Costs are measured anew, so the search may go another way.
-    again = memory_budget(int(1.03 * floor))
-    epoch(model, [images(s) for s in range(6)], again)
-    assert again.report().planned >= 1
-    assert again.report().measured_peak <= 1.03 * floor
+    wider = memory_budget(int(1.03 * floor))
+    epoch(model, [images(s) for s in range(6)], wider)
+    assert wider.report().planned >= 1
+    assert wider.report().measured_peak <= 1.03 * floor
 
 
 def test_a_model_with_nothing_to_drop_trains_or_names_its_peak():
@@ -165,12 +165,14 @@ def test_the_explanation_and_the_report_can_be_read():
     with raises(RematError, "remat.no_plan"):
         budget.explain()
     epoch(Cnn(), [images(s) for s in range(5)], budget)
-    told = budget.explain()
-    assert told.floor <= told.predicted_peak <= told.budget < told.peak
-    assert told.predicted_slowdown > 1
-    assert sum(value.bytes for value in told.dropped) >= told.peak - told.budget
-    assert any("layers" in value.layer for value in told.dropped)
-    assert "frees" in str(told)
+    explanation = budget.explain()
+    assert explanation.floor <= explanation.predicted_peak <= explanation.budget < explanation.peak
+    assert explanation.predicted_slowdown > 1
+    assert (
+        sum(value.bytes for value in explanation.dropped) >= explanation.peak - explanation.budget
+    )
+    assert any("layers" in value.layer for value in explanation.dropped)
+    assert "frees" in str(explanation)
     assert "planned" in str(budget.report())
 
 
@@ -222,8 +224,8 @@ def in_place_and_views(self, x):
     h = self.norm(h) * 1.0
     h[:, ::2] += 1.0
     h[:, :3].mul_(0.5)
-    left, right = self.b(h.sigmoid()).chunk(2, 1)
-    h = torch.cat([left.tanh(), right.relu()], 1)
+    first_half, right = self.b(h.sigmoid()).chunk(2, 1)
+    h = torch.cat([first_half.tanh(), right.relu()], 1)
     h = functional.relu_(self.c(h))
     return self.d(h.view(-1, 4, 8).transpose(1, 2).reshape(len(x), -1))
 
@@ -465,14 +467,14 @@ def test_pinned_tensors_are_not_dropped():
 def test_hooks_that_stash_get_exact_tensors_back_and_hold_no_bytes():
     def per_sample(model, budget):
         """Squared gradient norms per sample, as capture makes them: from inputs and suffixes."""
-        found = []
+        results = []
 
         def saw(module, args, output):
-            kept = budget.stash(args[0]) if budget else args[0].detach()
+            stashed = budget.stash(args[0]) if budget else args[0].detach()
 
             def arrived(suffix):
-                x = kept.get() if budget else kept
-                found.append((suffix.square().sum(1) * x.square().sum(1)).clone())
+                x = stashed.get() if budget else stashed
+                results.append((suffix.square().sum(1) * x.square().sum(1)).clone())
 
             output.register_hook(arrived)
 
@@ -485,7 +487,7 @@ def test_hooks_that_stash_get_exact_tensors_back_and_hold_no_bytes():
             model.zero_grad()
         for handle in handles:
             handle.remove()
-        return found
+        return results
 
     def body(self, x):
         return self.d(torch.tanh(self.c(torch.sigmoid(self.b(torch.tanh(self.a(x)))))))
@@ -584,7 +586,7 @@ def test_budgets_cannot_be_nested_but_the_outer_one_goes_on():
 def test_other_threads_train_without_a_budget_and_may_have_their_own():
     plain, ours = twins(Cnn)
     expected = trained(plain, [images(s) for s in range(6)])
-    budget, found = memory_budget(0.7), []
+    budget, results = memory_budget(0.7), []
 
     def elsewhere():
         other = copy.deepcopy(start)
@@ -592,7 +594,7 @@ def test_other_threads_train_without_a_budget_and_may_have_their_own():
         with own:
             for seed in range(6):
                 classify(other, images(seed)).backward()
-        found.append(own.report().planned)
+        results.append(own.report().planned)
 
     start = copy.deepcopy(ours)
     with budget:
@@ -600,7 +602,7 @@ def test_other_threads_train_without_a_budget_and_may_have_their_own():
         thread.start()
         thread.join()
         same(trained(ours, [images(s) for s in range(6)]), expected)
-    assert found[0] >= 1
+    assert results[0] >= 1
     assert budget.report().planned >= 2
 
 
@@ -679,11 +681,11 @@ def test_the_same_trace_gives_the_same_plan():
     budget = memory_budget(0.6)
     epoch(Cnn(), [images(s) for s in range(5)], budget)
     problem = budget._planner.last.compiled.problem
-    found = [
+    results = [
         search_plan(problem, budget._planner.last.budget, seed=3, effort=0.1).states
         for _ in range(2)
     ]
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

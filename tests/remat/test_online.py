@@ -137,8 +137,8 @@ def trained(net, x, online, *, steps=2):
                 loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    kept = [*losses, *net.parameters(), *net.buffers(), *(p.grad for p in net.parameters())]
-    return [*kept, torch.get_rng_state()]
+    tensors = [*losses, *net.parameters(), *net.buffers(), *(p.grad for p in net.parameters())]
+    return [*tensors, torch.get_rng_state()]
 
 
 def same(one, other):
@@ -149,22 +149,24 @@ def same(one, other):
 @pytest.mark.parametrize("ratio", [0.8, 0.5])
 def test_training_is_the_same_to_the_bit(name, ratio):
     net, x = made(name)
-    wanted = trained(net, x, None)
+    expected = trained(net, x, None)
     free = OnlineRuntime()
-    assert same(wanted, trained(net, x, free))
+    assert same(expected, trained(net, x, free))
     peak = free.report().peak
     online = OnlineRuntime(ratio * peak)
-    assert same(wanted, trained(net, x, online))
-    told = online.report()
-    assert told.evictions > 0
+    assert same(expected, trained(net, x, online))
+    report = online.report()
+    assert report.evictions > 0
     if name in FITTING:
-        assert not told.gave_up
-        assert told.peak <= ratio * peak
-    if told.gave_up:
+        assert not report.gave_up
+        assert report.peak <= ratio * peak
+    if report.gave_up:
         # Only after more recomputation than the limit of 4 allows, 50 ms being too few to judge by.
-        assert told.remat_seconds > 4 * 0.05
+        assert report.remat_seconds > 4 * 0.05
     else:
-        assert told.over == int(max(0, told.peak - ratio * peak)), "it says by how much it is over"
+        assert report.over == int(max(0, report.peak - ratio * peak)), (
+            "it says by how much it is over"
+        )
 
 
 def test_the_budget_is_met_where_there_is_enough_to_evict():
@@ -175,21 +177,21 @@ def test_the_budget_is_met_where_there_is_enough_to_evict():
     for ratio in (0.9, 0.7, 0.6):
         online = OnlineRuntime(ratio * peak)
         trained(net, x, online)
-        told = online.report()
-        assert told.peak <= ratio * peak
-        assert told.rematerializations > 0
-        assert told.remat_seconds > 0
-        assert told.copy_seconds > 0
+        report = online.report()
+        assert report.peak <= ratio * peak
+        assert report.rematerializations > 0
+        assert report.remat_seconds > 0
+        assert report.copy_seconds > 0
 
 
 @pytest.mark.parametrize("name", [name for name in heuristics() if name != "keep"][:8])
 def test_every_heuristic_can_decide(name):
     net, x = made("transformer")
-    wanted = trained(net, x, None, steps=1)
+    expected = trained(net, x, None, steps=1)
     free = OnlineRuntime()
     trained(net, x, free, steps=1)
     assert same(
-        wanted, trained(net, x, OnlineRuntime(0.6 * free.report().peak, heuristic=name), steps=1)
+        expected, trained(net, x, OnlineRuntime(0.6 * free.report().peak, heuristic=name), steps=1)
     )
 
 
@@ -216,8 +218,8 @@ def test_bytes_read_without_an_operator_are_there():
         assert three.data_ptr() != 0
         assert torch.equal(torch.from_dlpack(three.detach()), plain[at[2]].detach())
     assert not evicted(online, seen)
-    for found, wanted in zip(seen, plain, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, expected in zip(seen, plain, strict=True):
+        assert torch.equal(actual, expected)
     assert all(getattr(torch.Tensor, name).__name__ == name for name in GUARDED)
     assert not hasattr(torch.Tensor.numpy, "__wrapped__")
 
@@ -247,12 +249,12 @@ def test_an_exception_leaves_every_tensor_whole(kind, where):
     assert online.report().evictions > 0
     assert not evicted(online, seen)
     with torch.no_grad():
-        wanted = torch.ones(4, 16)
-        for found, part in zip(seen[1:], parts, strict=False):
+        expected = torch.ones(4, 16)
+        for actual, part in zip(seen[1:], parts, strict=False):
             part._backward_hooks.clear()
             part._forward_hooks.clear()
-            wanted = part(wanted)
-            assert torch.equal(found, wanted)
+            expected = part(expected)
+            assert torch.equal(actual, expected)
 
 
 def test_accumulation_stashed_activations_and_two_passes():
@@ -316,11 +318,11 @@ def test_a_tensor_that_was_pinned_stays():
 
 def test_an_impossible_budget_is_overrun_and_told():
     net, x = made("conv")
-    wanted = trained(net, x, None)
+    expected = trained(net, x, None)
     online = OnlineRuntime(1)
-    assert same(wanted, trained(net, x, online))
-    told = online.report()
-    assert told.over > 0
+    assert same(expected, trained(net, x, online))
+    report = online.report()
+    assert report.over > 0
 
 
 @given(st.integers(0, 2**31), st.floats(0.3, 1.0))

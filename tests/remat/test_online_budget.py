@@ -63,10 +63,10 @@ def same(one, other):
 
 @pytest.mark.parametrize("form", ["block", "steps"])
 def test_online_from_the_first_step(form):
-    wanted = trained(None)
-    for given in (0.7, "120kB"):
-        budget = gk.memory_budget(given, mode="online")
-        assert same(wanted, trained(budget, form=form))
+    expected = trained(None)
+    for size in (0.7, "120kB"):
+        budget = gk.memory_budget(size, mode="online")
+        assert same(expected, trained(budget, form=form))
         report = budget.report()
         assert report.online == 30
         assert report.recorded == report.planned == 0
@@ -75,18 +75,18 @@ def test_online_from_the_first_step(form):
 
 
 def test_auto_turns_to_it_when_plans_do_not_last():
-    wanted = trained(None, steps=80)
+    expected = trained(None, steps=80)
     budget = gk.memory_budget(0.7)
-    assert same(wanted, trained(budget, steps=80))
+    assert same(expected, trained(budget, steps=80))
     report = budget.report()
     assert report.online > 0
     assert any("experimental" in reason for reason in report.reasons)
 
 
 def test_planned_never_does():
-    wanted = trained(None, steps=40)
+    expected = trained(None, steps=40)
     budget = gk.memory_budget(0.7, mode="planned")
-    assert same(wanted, trained(budget, steps=40))
+    assert same(expected, trained(budget, steps=40))
     assert budget.report().online == 0
 
 

@@ -66,7 +66,7 @@ def test_large_operators_are_left_in_peace(caplog):
 
 def test_views_and_first_operators_say_nothing():
     pace = Pace()
-    assert not any(pace.known(10**6, 0) for _ in range(100))
-    assert not any(pace.known(10**9, 10**3) for _ in range(16))
-    assert [pace.known(2000, 1000) for _ in range(32)] == [*[False] * 31, True]
+    assert not any(pace.add_sample(10**6, 0) for _ in range(100))
+    assert not any(pace.add_sample(10**9, 10**3) for _ in range(16))
+    assert [pace.add_sample(2000, 1000) for _ in range(32)] == [*[False] * 31, True]
     assert pace.warning() is None

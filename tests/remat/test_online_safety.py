@@ -222,10 +222,10 @@ def test_operators_of_a_thread_begun_inside():
 
 def test_a_copy_of_an_evicted_tensor_is_whole():
     with OnlineRuntime(40_000):
-        kept = torch.ones(4096) * 2
+        tensor = torch.ones(4096) * 2
         for _ in range(4):
             torch.ones(4096) * 3
-        twin = copy.deepcopy(kept)
+        twin = copy.deepcopy(tensor)
     assert twin.tolist() == [2.0] * 4096
 
 
@@ -257,12 +257,12 @@ def test_results_that_died_after_eviction_ended_are_not_computed_again():
         hidden = torch.randn(8, 16) @ weight
         lowest, highest = hidden.aminmax(dim=0)
         doubled = lowest * 2
-        kept = doubled.sin()
-        expected = kept.clone()
+        result = doubled.sin()
+        expected = result.clone()
         del doubled  # its recipe stays: `kept` would be computed from it
         runtime.stop_evicting("the test ends it")
         del lowest, highest
         hidden.mul_(3)  # what was computed from it and may be evicted is computed before
         weight.add_(1)
-        assert torch.equal(kept, expected)
-    assert torch.equal(kept, expected)
+        assert torch.equal(result, expected)
+    assert torch.equal(result, expected)

@@ -31,7 +31,7 @@ HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 def brute_force(graph, budget):
     """The cheapest way over all states (nodes run so far, nodes in memory)."""
     needs = [sum(1 << parent for parent in parents) for parents in graph.parents]
-    wanted = sum(1 << node for node in graph.outputs)
+    target = sum(1 << node for node in graph.outputs)
 
     def size(mask):
         return sum(graph.sizes[node] for node in range(len(graph)) if mask >> node & 1)
@@ -42,7 +42,7 @@ def brute_force(graph, budget):
         cost, frontier, mask = heapq.heappop(queue)
         if best[frontier, mask] < cost:
             continue
-        if frontier == len(graph) and mask & wanted == wanted:
+        if frontier == len(graph) and mask & target == target:
             return cost
         for node in range(len(graph)):
             if mask >> node & 1:
@@ -82,12 +82,12 @@ def test_the_optimum_is_that_of_brute_force(seed):
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(2, 7))
     for budget in range(graph.bottleneck, keep_all(graph).peak + 1):
-        found = optimal(graph, budget=budget)
+        optimum = optimal(graph, budget=budget)
         exact = brute_force(graph, budget)
-        assert found.status == ("infeasible" if exact is None else "optimal")
+        assert optimum.status == ("infeasible" if exact is None else "optimal")
         if exact is not None:
-            assert (found.schedule.compute, found.bound, found.gap) == (exact, exact, 0.0)
-            assert found.schedule.peak <= budget
+            assert (optimum.schedule.compute, optimum.bound, optimum.gap) == (exact, exact, 0.0)
+            assert optimum.schedule.peak <= budget
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -107,10 +107,10 @@ def test_no_heuristic_is_below_the_optimum(seed):
 
 
 def test_a_time_limit_gives_a_proven_gap():
-    found = optimal(Graph.of(chain(14)), budget=6, time_limit=0.5)
-    assert found.status in ("optimal", "time limit")
-    assert 0 <= found.gap <= 1
-    assert found.bound > 0
+    optimum = optimal(Graph.of(chain(14)), budget=6, time_limit=0.5)
+    assert optimum.status in ("optimal", "time limit")
+    assert 0 <= optimum.gap <= 1
+    assert optimum.bound > 0
 
 
 def test_too_small_a_budget_says_the_least():

@@ -63,18 +63,18 @@ def test_it_is_listed_made_fresh_and_knows_its_name(oldest):
 def test_it_decides_in_a_simulation(oldest, log):
     program = gk.remat.read_log(log)
     budget = 0.7 * gk.remat.unlimited_peak(program)
-    found = gk.remat.simulate(program, heuristic="oldest", budget=budget)
-    assert (found.status, found.heuristic) == ("ok", "oldest")
-    assert found.heuristic_evaluations > 0
+    result = gk.remat.simulate(program, heuristic="oldest", budget=budget)
+    assert (result.status, result.heuristic) == ("ok", "oldest")
+    assert result.heuristic_evaluations > 0
     handed_over = gk.remat.simulate(program, heuristic=oldest(), budget=budget)
-    assert (found.compute, found.peak) == (handed_over.compute, handed_over.peak)
+    assert (result.compute, result.peak) == (handed_over.compute, handed_over.peak)
     sampled = gk.remat.simulate(program, heuristic="oldest", budget=budget, sample=True)
     assert sampled.heuristic == "oldest"
 
 
 def test_it_takes_part_in_a_sweep_beside_ours(oldest, log, tmp_path):
-    wanted = sweep_cases([log], heuristics=("lru", "oldest"), ratios=(0.9, 0.7))
-    rows = sweep(wanted, tmp_path / "sweep.csv", workers=1)
+    cases = sweep_cases([log], heuristics=("lru", "oldest"), ratios=(0.9, 0.7))
+    rows = sweep(cases, tmp_path / "sweep.csv", workers=1)
     assert [row.heuristic for row in rows] == ["lru", "lru", "oldest", "oldest"]
     program = gk.remat.read_log(log)
     for row in rows:
@@ -90,11 +90,11 @@ def test_it_decides_in_an_experiment_whose_trials_run_elsewhere(oldest, tmp_path
 
 
 def test_it_decides_while_a_model_trains(oldest):
-    asked = []
+    calls = []
 
     class Counting(oldest):
         def score(self, storage, clock):
-            asked.append(storage)
+            calls.append(storage)
             return super().score(storage, clock)
 
     gk.remat.register("counting", Counting)
@@ -108,7 +108,7 @@ def test_it_decides_while_a_model_trains(oldest):
             net(torch.ones(128, 32)).square().sum().backward()
             optimizer.step()
     assert budget.report().online == 3
-    assert asked, "the heuristic was never asked"
+    assert calls, "the heuristic was never asked"
 
 
 @pytest.mark.parametrize("name", ["dtr-eq", "lru", "LRU", "DTREqClass", "ab-eq-size"])

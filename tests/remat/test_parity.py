@@ -47,8 +47,8 @@ def test_small_logs_give_the_same_outcomes(log, policy):
             policy=policy,
             limit=3.0,
         )
-        found = (outcome.status, outcome.compute, outcome.peak)
-        assert found == (row["status"], row["compute"], row["peak"]), row
+        outcomes = (outcome.status, outcome.compute, outcome.peak)
+        assert outcomes == (row["status"], row["compute"], row["peak"]), row
 
 
 def published_rows():
@@ -85,10 +85,10 @@ def test_published_logs_give_the_same_outcomes(run):
         assert (outcome.peak, outcome.evictions) == (row["max_memory"], row["evictions"]), row
         # Some of its counts depend on the order of its sets, which differs from run to run.
         counted = (outcome.heuristic_evaluations, outcome.accesses)
-        wanted = (row["heuristic_eval_count"], row["heuristic_access_count"])
-        assert counted == pytest.approx(wanted, rel=6e-3, abs=8), row
+        expected = (row["heuristic_eval_count"], row["heuristic_access_count"])
+        assert counted == pytest.approx(expected, rel=6e-3, abs=8), row
         if row["heuristic"] not in IN_ANY_ORDER and row["status"] == "ok" and not run["no_dealloc"]:
-            assert counted == pytest.approx(wanted, rel=5e-6), row
+            assert counted == pytest.approx(expected, rel=5e-6), row
 
 
 IN_ANY_ORDER = ("DTREqClass", "AbEqSizeStale", "AbEqSize", "AbEqStale", "AbEq")
@@ -116,8 +116,8 @@ def test_random_choices_give_the_same_line(log):
             simulate(program, heuristic="random", budget=int(peak * ratio), limit=2.0, seed=c.seed)
             for c in cases
         ]
-        found = [(one.status, one.compute, one.accesses) for one in ours]
-        assert found == [(row["status"], row["compute"], row["accesses"]) for row in theirs]
+        outcomes = [(one.status, one.compute, one.accesses) for one in ours]
+        assert outcomes == [(row["status"], row["compute"], row["accesses"]) for row in theirs]
 
 
 @pytest.mark.parametrize("log", ["cnn-alias.log", "cnn-mutate.log"])
@@ -125,10 +125,10 @@ def test_random_choices_give_the_same_line(log):
 def test_sets_of_evicted_neighbours_are_what_searching_finds(log, heuristic, monkeypatch):
     program, peak = loaded(HERE / log)
     for ratio in (0.9, 0.7, 0.6):
-        given = {"heuristic": heuristic, "budget": int(peak * ratio), "limit": 5.0}
-        kept = simulate(program, **given)
+        options = {"heuristic": heuristic, "budget": int(peak * ratio), "limit": 5.0}
+        with_sets = simulate(program, **options)
         with monkeypatch.context() as patch:
             # Nobody announces operators: the same heuristic searches.
             patch.setattr(_neighborhoods.ExactNeighborhood, "declared", lambda *_: None)
-            searched = simulate(program, **given)
-        assert kept == dataclasses.replace(searched, accesses=kept.accesses)
+            searched = simulate(program, **options)
+        assert with_sets == dataclasses.replace(searched, accesses=with_sets.accesses)

@@ -90,12 +90,12 @@ def steps(model, seed):
 def outcome(model, loss):
     """Copies of all that a step leaves behind."""
     gradients = [parameter.grad for parameter in model.parameters()]
-    found = [loss, *gradients, *model.buffers(), torch.get_rng_state()]
-    return [None if value is None else value.clone() for value in found]
+    tensors = [loss, *gradients, *model.buffers(), torch.get_rng_state()]
+    return [None if value is None else value.clone() for value in tensors]
 
 
-def check(left, right):
-    for a, b in zip(left, right, strict=True):
+def check(first, right):
+    for a, b in zip(first, right, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
 
@@ -105,30 +105,30 @@ def test_random_changes_between_steps_never_give_a_wrong_gradient(form):
     torch.manual_seed(0)
     plain = Changing()
     ours = copy.deepcopy(plain)
-    expected = [outcome(plain, step(plain, *given)) for given in steps(plain, form)]
+    expected = [outcome(plain, step(plain, *inputs)) for inputs in steps(plain, form)]
     budget = memory_budget(0.77 if form == "epoch" else 0.75, min_size=1)
     decorated = budget(step)
     refused = 0
     with budget if form == "epoch" else contextlib.nullcontext():
-        for given in steps(ours, form):
+        for inputs in steps(ours, form):
             before = torch.get_rng_state()
             buffers = [buffer.clone() for buffer in ours.buffers()]
             try:
                 if form == "decorator":
-                    loss = decorated(ours, *given)
+                    loss = decorated(ours, *inputs)
                 elif form == "steps":
                     with budget.step():
-                        loss = step(ours, *given)
+                        loss = step(ours, *inputs)
                 else:
-                    loss = step(ours, *given)
+                    loss = step(ours, *inputs)
             except StepChangedError:
                 # As if the step had not run; then it is run again.
                 refused += 1
                 assert all(parameter.grad is None for parameter in ours.parameters())
                 assert all(map(torch.equal, buffers, ours.buffers()))
                 assert torch.equal(torch.get_rng_state(), before)
-                loss = step(ours, *given)
-            check(outcome(ours, loss), expected[given[0]])
+                loss = step(ours, *inputs)
+            check(outcome(ours, loss), expected[inputs[0]])
     done = budget.report()
     assert done.planned > STEPS // 3, done
     assert done.unplanned > 5, done

@@ -65,11 +65,11 @@ MODELS = ["resnet20", "unet", "transformer", "lstm_encoder"]
 def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
     work = build(name)
     problem = problem_of_work(work)
-    found = search_plan(problem, int(0.8 * problem.peak), effort=0.05)
-    assert found.fits
-    assert found.evaluation.peak < 0.8 * problem.peak
-    measured, predicted = bytes_with_the_same_bits(work, problem, found.states)
-    assert measured == predicted == found.evaluation.peak
+    plan = search_plan(problem, int(0.8 * problem.peak), effort=0.05)
+    assert plan.fits
+    assert plan.evaluation.peak < 0.8 * problem.peak
+    measured, predicted = bytes_with_the_same_bits(work, problem, plan.states)
+    assert measured == predicted == plan.evaluation.peak
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -148,10 +148,10 @@ def branching(layers, seed):
         slots.append(SavedSlot(value, shape, torch.device("cpu"), below, len(kinds)))
         kinds.append(("pack", len(slots) - 1))
 
-    last, order, asked = {}, [], []
+    last, order, requests = {}, [], []
     values.append(TracedValue(0, None))
     storages.append([1000, 0])
-    x, made = 0, []
+    x, operators = 0, []
     for _ in range(layers):
         unsaved = run([x], draw.randint(200, 1000))
         one, two = (run([unsaved], draw.randint(200, 1000)) for _ in range(2))
@@ -159,20 +159,20 @@ def branching(layers, seed):
         save(two)
         x = run([one, two], draw.randint(200, 1000))
         save(x)
-        made.append((x, two, one))
+        operators.append((x, two, one))
     natural = dict(last)
     gradient = run([x], 500, backward=True)
-    for saved in reversed(made):
+    for saved in reversed(operators):
         for value in saved:
             order.append(next(n for n, slot in enumerate(slots) if slot.value == value))
-            asked.append(len(kinds))
+            requests.append(len(kinds))
             kinds.append(("unpack", order[-1]))
         gradient = run([gradient, *saved], 500, backward=True)
     end = len(kinds)
-    found = []
+    results = []
     for value, (size, birth) in enumerate(storages):
         death = end + 1 if value in (0, gradient) else last[value]
-        found.append(
+        results.append(
             TracedStorage(size, birth, death, natural.get(value, death), constant=value == 0)
         )
     trace = StepTrace(
@@ -180,9 +180,9 @@ def branching(layers, seed):
         operations=tuple(operations),
         slots=tuple(slots),
         order=tuple(order),
-        request_events=tuple(asked),
-        freed=tuple(at + 1 for at in asked),
-        storages=tuple(found),
+        request_events=tuple(requests),
+        freed=tuple(at + 1 for at in requests),
+        storages=tuple(results),
         values=tuple(values),
         open_slots=frozenset(),
         sources={0: None},
@@ -194,7 +194,7 @@ def brute_force(problem, treatments):
     """Every plan, with its peak and its seconds."""
     evaluate = PlanEvaluator(problem)
     plans = itertools.product(treatments, repeat=len(problem.candidates))
-    return [(found.peak, found.seconds) for found in map(evaluate, plans)]
+    return [(evaluation.peak, evaluation.seconds) for evaluation in map(evaluate, plans)]
 
 
 # The search
@@ -211,36 +211,36 @@ def brute_force(problem, treatments):
 )
 def test_a_short_search_comes_near_the_best_plan_that_is_known(layers, seed, share, best):
     problem = branching(layers, seed)
-    found = search_plan(problem, int(share * problem.peak), effort=0.05)
-    assert found.fits
-    assert 1e3 * found.evaluation.seconds <= best * 1.06
-    assert 1e3 * found.evaluation.seconds >= best * 0.999, "better than known: note it down here"
+    plan = search_plan(problem, int(share * problem.peak), effort=0.05)
+    assert plan.fits
+    assert 1e3 * plan.evaluation.seconds <= best * 1.06
+    assert 1e3 * plan.evaluation.seconds >= best * 0.999, "better than known: note it down here"
 
 
 @pytest.mark.parametrize(("layers", "seed", "share"), SAME)
 def test_the_same_problem_gives_the_same_plan_in_every_version(layers, seed, share):
     """A search that was changed on purpose changes this; nothing else may."""
     problem = branching(layers, seed)
-    found = search_plan(problem, int(share * problem.peak), seed=seed, effort=0.05)
-    plan = "".join(map(str, found.states))
-    assert (plan, found.evaluations) == SAME[layers, seed, share]
+    best = search_plan(problem, int(share * problem.peak), seed=seed, effort=0.05)
+    plan = "".join(map(str, best.states))
+    assert (plan, best.evaluations) == SAME[layers, seed, share]
 
 
 @pytest.mark.parametrize("share", [0.95, 0.85, 0.75, 0.65, 0.6])
 def test_a_small_problem_is_solved_exactly(small, share):
     budget = int(share * small.peak)
-    found = search_plan(small, budget)
+    plan = search_plan(small, budget)
     fitting = [seconds for peak, seconds in brute_force(small, Treatment) if peak <= budget]
-    assert found.fits == bool(fitting)
+    assert plan.fits == bool(fitting)
     if fitting:
-        assert found.evaluation.seconds == min(fitting)
-        assert found.evaluation.peak <= budget
+        assert plan.evaluation.seconds == min(fitting)
+        assert plan.evaluation.peak <= budget
 
 
 def test_the_floor_of_a_small_problem_is_the_least_peak(small):
-    found = find_floor(small)
-    assert not found.fits
-    assert found.evaluation.peak == min(peak for peak, _ in brute_force(small, Treatment))
+    plan = find_floor(small)
+    assert not plan.fits
+    assert plan.evaluation.peak == min(peak for peak, _ in brute_force(small, Treatment))
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.75, 0.7])
@@ -249,29 +249,29 @@ def test_a_large_problem_is_solved_as_well_as_trying_all_plain_drops(large, shar
     budget = int(share * large.peak)
     plain = brute_force(large, (Treatment.KEEP, Treatment.JOINT))
     fitting = [seconds for peak, seconds in plain if peak <= budget]
-    found = search_plan(large, budget, seed=seed, effort=0.5)
-    assert found.fits
-    assert found.evaluation.peak <= budget
+    plan = search_plan(large, budget, seed=seed, effort=0.5)
+    assert plan.fits
+    assert plan.evaluation.peak <= budget
     if fitting:
-        assert found.evaluation.seconds <= min(fitting) * (1 + 1e-9)
-    again = PlanEvaluator(large)(found.states)
-    assert (again.peak, again.seconds) == (found.evaluation.peak, found.evaluation.seconds)
+        assert plan.evaluation.seconds <= min(fitting) * (1 + 1e-9)
+    evaluation = PlanEvaluator(large)(plan.states)
+    assert (evaluation.peak, evaluation.seconds) == (plan.evaluation.peak, plan.evaluation.seconds)
 
 
 def test_the_floor_of_a_large_problem_is_not_above_that_of_plain_drops(large):
     plain = brute_force(large, (Treatment.KEEP, Treatment.JOINT))
-    found = find_floor(large, effort=0.5)
-    assert not found.fits
-    assert found.evaluation.peak <= min(peak for peak, _ in plain)
-    assert search_plan(large, found.evaluation.peak, effort=0.5).fits
+    plan = find_floor(large, effort=0.5)
+    assert not plan.fits
+    assert plan.evaluation.peak <= min(peak for peak, _ in plain)
+    assert search_plan(large, plan.evaluation.peak, effort=0.5).fits
 
 
 def test_what_fits_already_is_not_searched(large):
-    found = search_plan(large, large.peak)
-    assert found.fits
-    assert found.evaluations == 1
-    assert not any(found.states)
-    assert found.evaluation.seconds == 0
+    plan = search_plan(large, large.peak)
+    assert plan.fits
+    assert plan.evaluations == 1
+    assert not any(plan.states)
+    assert plan.evaluation.seconds == 0
     assert any(search_plan(large, large.peak - 1, effort=0.1).states)
 
 
@@ -311,16 +311,16 @@ def test_a_late_value_made_early_on_the_way_is_made_again_and_stays_near_its_las
     last = {candidate.value: candidate.requests[-1] for candidate in large.candidates}
     far = stayed = 0
     for rebuild in by[Treatment.LATE].rebuilds:
-        made = {
+        rebuilt = {
             item.value
             for number in rebuild.operations
             for item in large.trace.operations[number].makes
             if last.get(item.value, -1) > rebuild.at
         }
-        kept = {value for value in made if last[value] - rebuild.at <= near}
-        assert made & rebuild.retained == kept
-        far += len(made - kept)
-        stayed += len(kept)
+        late = {value for value in rebuilt if last[value] - rebuild.at <= near}
+        assert rebuilt & rebuild.retained == late
+        far += len(rebuilt - late)
+        stayed += len(late)
     assert far
     assert stayed
     seconds = [by[state].seconds for state in (Treatment.DROP, Treatment.LATE, Treatment.REPEAT)]

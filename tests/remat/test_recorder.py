@@ -157,10 +157,10 @@ def test_an_exception_inside_leaves_no_log_and_no_mode(tmp_path):
     assert not (tmp_path / "logs").exists()
     assert not recorder._alive
     with recorder:
-        kept = torch.ones(3) + 1
+        tensor = torch.ones(3) + 1
     assert recorder.repeats == 1
     assert len(lines(recorder.path, "CALL")) == 2
-    assert kept.sum() == 6
+    assert tensor.sum() == 6
 
 
 def test_a_failed_step_leaves_the_log_of_the_one_before(tmp_path):
@@ -220,12 +220,12 @@ def test_backward_is_marked_where_it_begins(tmp_path):
     recorder = record(tmp_path / "step.log")
     with recorder:
         work.step()
-    told = [row.get("ANNOTATION") or row.get("NAME") for row in lines(recorder.path)]
-    at = told.index("BACKWARD")
-    assert told.count("BACKWARD") == 1
-    assert "tanh" in told[:at]
-    assert "tanh_backward" in told[at:]
-    assert "tanh_backward" not in told[:at]
+    names = [row.get("ANNOTATION") or row.get("NAME") for row in lines(recorder.path)]
+    at = names.index("BACKWARD")
+    assert names.count("BACKWARD") == 1
+    assert "tanh" in names[:at]
+    assert "tanh_backward" in names[at:]
+    assert "tanh_backward" not in names[:at]
 
 
 def test_sparse_gradients_are_refused_with_what_to_do(tmp_path):

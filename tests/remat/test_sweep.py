@@ -32,17 +32,17 @@ def gradkeep(*words):
 
 def test_a_sweep_does_every_case_once_and_resumes(tmp_path, monkeypatch):
     table = tmp_path / "out" / "table.csv"
-    wanted = sweep_cases([LOG], heuristics=("dtr-eq", "lru"), ratios=(0.9, 0.6))
-    rows = sweep(wanted[:2], table, workers=1)
-    assert [row.case for row in rows] == wanted[:2]
+    cases = sweep_cases([LOG], heuristics=("dtr-eq", "lru"), ratios=(0.9, 0.6))
+    rows = sweep(cases[:2], table, workers=1)
+    assert [row.case for row in rows] == cases[:2]
     with table.open("a") as file:
         file.write("cut off,by a ki")
-    again = sweep(wanted, table, workers=2)
-    assert [row.case for row in again] == wanted
-    assert again[:2] == rows
-    assert read_table(table) == again
+    second_rows = sweep(cases, table, workers=2)
+    assert [row.case for row in second_rows] == cases
+    assert second_rows[:2] == rows
+    assert read_table(table) == second_rows
     monkeypatch.setattr(_sweep, "ProcessPoolExecutor", None)  # nothing is left to run
-    assert sweep(wanted, table) == again
+    assert sweep(cases, table) == second_rows
 
 
 def test_fewer_ratios_leave_earlier_rows_in_the_table(tmp_path):
@@ -110,13 +110,13 @@ def test_budgets_that_are_none(text):
 def test_simulate_command_has_the_promised_keys():
     done = gradkeep("remat", "simulate", LOG, "--ratio", "0.9", "--heuristic", "dtr-eq", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    fields = json.loads(done.stdout)
     keys = (
         "status overhead peak budget evictions rematerializations heuristic_evaluations accesses "
         "compute base_compute"
     )
-    assert set(keys.split()) <= set(found)
-    assert found["status"] == "ok"
+    assert set(keys.split()) <= set(fields)
+    assert fields["status"] == "ok"
 
 
 def test_simulate_command_tells_of_failure_by_exit_code():
@@ -127,14 +127,14 @@ def test_simulate_command_tells_of_failure_by_exit_code():
 
 
 def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
-    said = [
+    budgets = [
         json.loads(gradkeep("remat", "simulate", LOG, *words, "--json").stdout)
         for words in (("--budget", "0.9"), ("--ratio", "0.9"))
     ]
-    assert said[0] == said[1]
-    assert said[0]["ratio"] == pytest.approx(0.9, abs=1e-3)
-    by_bytes = gradkeep("remat", "simulate", LOG, "--budget", said[0]["budget"], "--json")
-    assert json.loads(by_bytes.stdout) == said[0]
+    assert budgets[0] == budgets[1]
+    assert budgets[0]["ratio"] == pytest.approx(0.9, abs=1e-3)
+    by_bytes = gradkeep("remat", "simulate", LOG, "--budget", budgets[0]["budget"], "--json")
+    assert json.loads(by_bytes.stdout) == budgets[0]
     both = gradkeep("remat", "simulate", LOG, "--ratio", "0.9", "--budget", "0.9")
     assert (both.returncode, "either --ratio or --budget" in both.stderr) == (2, True)
 
@@ -190,8 +190,8 @@ def test_record_command_records_a_script(tmp_path):
     log = tmp_path / "step.log"
     done = gradkeep("remat", "record", script, "--log", log, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["peak"] == found["live_peak"]
+    fields = json.loads(done.stdout)
+    assert fields["peak"] == fields["live_peak"]
     assert gradkeep("remat", "simulate", log, "--ratio", "1.0").returncode == 0
     wrong = gradkeep("remat", "record", script, "--function", "train")
     assert wrong.returncode == 2
@@ -256,8 +256,8 @@ def test_manifests_name_logs_and_their_titles(tmp_path):
     for content in ({"models": entries}, {"a": entries[:1], "c": entries[1:]}):
         (logs / "manifest.json").write_text(json.dumps(content))
         for place in (logs, logs / "manifest.json"):
-            found, notes = find_logs([place])
-            assert [(log.title, log.path.name) for log in found] == [("A", "a-1.log")]
+            titled_logs, notes = find_logs([place])
+            assert [(log.title, log.path.name) for log in titled_logs] == [("A", "a-1.log")]
             assert "'C' is skipped" in notes[0]
 
 

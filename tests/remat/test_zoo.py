@@ -41,10 +41,10 @@ def test_a_step_fills_every_gradient_and_starts_from_none(name):
     assert torch.isfinite(first)
     assert not first.requires_grad
     assert sum(gradient is not None and bool(gradient.any()) for gradient in gradients) > 2
-    kept = [None if gradient is None else gradient.clone() for gradient in gradients]
+    copies = [None if gradient is None else gradient.clone() for gradient in gradients]
     torch.manual_seed(0)
     work.step()
-    for parameter, before in zip(work.model.parameters(), kept, strict=True):
+    for parameter, before in zip(work.model.parameters(), copies, strict=True):
         if before is None:
             assert parameter.grad is None
         elif name in ("lstm_encoder", "gru_encoder", "transformer_encoder", "unrolled_gan"):

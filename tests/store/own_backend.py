@@ -31,10 +31,10 @@ class SqliteFile(Backend):
         return False
 
     def open(self, key):
-        found = self._all("select value, at from vals where key = ?", key)
-        if not found:
+        actual = self._all("select value, at from vals where key = ?", key)
+        if not actual:
             raise FileNotFoundError(key)
-        return Value(*found[0])
+        return Value(*actual[0])
 
     def list(self, prefix):
         start = f"{prefix}/" if prefix else ""
@@ -42,11 +42,11 @@ class SqliteFile(Backend):
             "select substr(key, ?), length(value), at from vals where substr(key, 1, ?) = ?",
             *(len(start) + 1, len(start), start),
         )
-        found = {}
+        actual = {}
         for rest, size, at in rows:
             name, slash, _ = rest.partition("/")
-            found[name] = Entry(name, 0, True) if slash else Entry(name, size, False, at)
-        return [found[name] for name in sorted(found)]
+            actual[name] = Entry(name, 0, True) if slash else Entry(name, size, False, at)
+        return [actual[name] for name in sorted(actual)]
 
     def exists(self, key):
         return bool(self._all("select 1 from vals where key = ?", key))
@@ -56,9 +56,9 @@ class SqliteFile(Backend):
         return sum(len(self._all(statement, key)) for key in keys)
 
     def move_aside(self, key):
-        aside = self.free_aside(key)
-        self._all("update vals set key = ? where key = ?", aside, key)
-        return aside
+        target = self.free_aside(key)
+        self._all("update vals set key = ? where key = ?", target, key)
+        return target
 
     def leftovers(self, *, older_than):
         return ()

@@ -43,10 +43,10 @@ def test_damage_is_found(store, tmp_path):
 
 def test_a_lost_one_is_missed_and_a_deleted_one_is_not(store, tmp_path):
     (manifest,) = (tmp_path / "store" / KEY.folder / "manifest").iterdir()
-    kept = manifest.read_bytes()
+    stored = manifest.read_bytes()
     manifest.unlink()
     assert not gs.verify(store.location).healthy
-    manifest.write_bytes(kept)
+    manifest.write_bytes(stored)
     gk.open(store.location).delete(KEY)
     assert gs.verify(store.location).healthy
     assert gk.open(store.location).bases() == []

@@ -29,8 +29,8 @@ def test_a_field_that_gradkeep_does_not_write_is_damage_in_every_document(store)
     for key in documents(store):
         good = at(store, key).read_bytes()
         forge(store, key, lambda fields: {**fields, "more": [[], []]})
-        found = {item.path for item in verify(store.location).damage}
-        assert key in found, key
+        verdict = {item.path for item in verify(store.location).damage}
+        assert key in verdict, key
         at(store, key).write_bytes(good)
     assert verify(store.location).healthy
 

@@ -149,9 +149,13 @@ def test_credentials_that_expire_on_the_way_cost_nothing_that_was_kept(
     capture(connect(url, s3))
     capture(tmp_path / "calm")
     key = gk.store.CaptureKey("final", "train")
-    kept, calm = (gk.open(place).read(key) for place in (connect(url, s3), tmp_path / "calm"))
-    assert len(kept) == 400
-    assert kept.manifest.segments == calm.manifest.segments  # with the digests of their bytes
+    stored_store, calm = (
+        gk.open(place).read(key) for place in (connect(url, s3), tmp_path / "calm")
+    )
+    assert len(stored_store) == 400
+    assert (
+        stored_store.manifest.segments == calm.manifest.segments
+    )  # with the digests of their bytes
     assert verify(connect(url, s3)).healthy
 
 
@@ -207,9 +211,9 @@ def test_a_url_and_the_environment_are_enough(s3, url, monkeypatch):
         "AWS_ALLOW_HTTP": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    made = gk.open(url)
-    assert gk.open(f"{url}/", create=False).uuid == made.uuid
-    assert made.location == url
+    store = gk.open(url)
+    assert gk.open(f"{url}/", create=False).uuid == store.uuid
+    assert store.location == url
 
 
 def test_an_e_tag_lets_a_segment_be_verified_once(s3, url):
@@ -295,11 +299,11 @@ def test_of_many_processes_one_wins(place, s3, url, tmp_path):
         worker.stdin.flush()
     results = [worker.communicate(timeout=60)[0].split() for worker in workers]
     won = [[int(flag) for flag in result[0::2]] for result in results]
-    made = [[int(flag) for flag in result[1::2]] for result in results]
+    computed = [[int(flag) for flag in result[1::2]] for result in results]
     bucket = Bucket(target, **options)
     for turn in range(10):
         assert sum(flags[turn] for flags in won) == 1
-        assert sum(flags[turn] for flags in made) == 1
+        assert sum(flags[turn] for flags in computed) == 1
         assert bucket.read(f"prize/{turn}") == b"%d" % [f[turn] for f in won].index(1)
 
 

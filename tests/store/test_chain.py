@@ -65,8 +65,8 @@ def test_the_newest_version_deleted_is_damage_and_no_row_comes_back(store):
     (facts,) = store.info().captures
     assert (facts.state, "is missing" in facts.problem) == ("unreadable", True)
     assert store.read(KEY, version=1).ids.tolist() == [1, 2, 3, 4, 5]
-    told = verify(store.location, repair=True).repaired
-    assert f"removed the record of {manifest}" in told
+    verdict = verify(store.location, repair=True).repaired
+    assert f"removed the record of {manifest}" in verdict
     assert damaged(store) == []
     assert store.read(KEY).version == 1
 
@@ -156,7 +156,7 @@ def test_what_is_removed_on_purpose_is_not_missed(store):
 
 
 def test_a_version_without_its_record_is_read_and_recorded_by_the_next(store):
-    """What a writer leaves that dies between the two."""
+    """Leave the state of a writer that died between the two."""
     shutil.rmtree(at(store, "heads"))
     assert damaged(store) == []
     assert store.read(KEY).version == 2
@@ -190,10 +190,10 @@ class Watched(Memory):
         self.then = []
 
     def list(self, prefix):
-        found = super().list(prefix)
+        actual = super().list(prefix)
         if self.then and prefix.startswith(("heads/blocks", "blocks")):
             self.then.pop(0)()
-        return found
+        return actual
 
 
 @pytest.mark.parametrize("moment", range(4))

@@ -20,10 +20,10 @@ def damage(monkeypatch):
 
 @pytest.mark.parametrize("part", range(2))
 def test_damages_are_found_or_harmless(damage, part):
-    told = []
+    reported = []
     cases = len(damage.KINDS)
-    counts = damage.run(cases, seed=100 + part, show=told.append)
-    assert counts["wrong"] == counts["ugly"] == 0, told
+    counts = damage.run(cases, seed=100 + part, show=reported.append)
+    assert counts["wrong"] == counts["ugly"] == 0, reported
     assert sum(counts.values()) == cases
     assert counts["found"] > cases // 2
 

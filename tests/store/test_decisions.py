@@ -80,8 +80,8 @@ def test_damage_to_the_log_is_seen(tmp_path, how):
     if how != "moved":
         with pytest.raises(DamagedError):
             store.decisions("train")
-    found = verify(tmp_path)
-    assert any("decisions/" in one.path for one in found.damage)
+    verdict = verify(tmp_path)
+    assert any("decisions/" in one.path for one in verdict.damage)
 
 
 @pytest.mark.parametrize(

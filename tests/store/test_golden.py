@@ -91,10 +91,10 @@ def test_the_old_store_is_healthy_and_readable(store):
     assert store.checkpoints("golden")[0].weights == "1234"
     block = store.read(KEY)
     assert block.ids.tolist() == [0, 10, 20, 40, 50, 100]
-    kept = [0, 1, 2, 4, 5, 0]
+    stored = [0, 1, 2, 4, 5, 0]
     for name, column in values().items():
-        found = block.column(name)
-        for got, row in zip(found, kept, strict=True):
+        actual = block.column(name)
+        for got, row in zip(actual, stored, strict=True):
             np.testing.assert_array_equal(got, column[row])
     assert len(store.read(KEY, version=0)) == ROWS
     assert store.read(gk.store.ScoresKey("dot")).column("scores").tolist() == [[1, 0], [0, 1]]

@@ -144,12 +144,12 @@ def test_duckdb_reads_the_samples(samples):
     import duckdb
 
     with duckdb.connect() as connection:
-        found = connection.execute(
+        actual = connection.execute(
             "select id, loss, label, split, checkpoint, run from read_parquet(?) order by id",
             [samples],
         ).fetchall()
     values = {row.id: row.values() for row in ROWS}
-    assert found == [
+    assert actual == [
         (
             number,
             float(values[number]["loss"]),
@@ -173,8 +173,8 @@ def test_pyarrow_reads_the_samples(samples):
 
 
 def test_documents_are_plain_json(store):
-    found = 0
+    actual = 0
     for name in ("STORE.json", f"{KEY.folder}/schema.json", f"{KEY.folder}/manifest/000000.json"):
         with open(store.backend.local_path(name)) as file:
-            found += "xxh3" in json.load(file)
-    assert found == 3
+            actual += "xxh3" in json.load(file)
+    assert actual == 3

@@ -119,14 +119,14 @@ def test_what_is_sealed_is_what_is_committed(store):
     of = begin(store)
     put_segment(store, of, 0, [4, 2])
     put_segment(store, of, 1, [9])
-    found = seal(store)
-    assert [entry.file for entry in found.segments] == [
+    actual = seal(store)
+    assert [entry.file for entry in actual.segments] == [
         "seg/000000.safetensors",
         "seg/000001.safetensors",
     ]
-    assert found.written == (2, 1)
+    assert actual.written == (2, 1)
     assert store.read(KEY).ids.tolist() == [4, 2, 9]
-    assert seal(store) == found, "nothing came since"
+    assert seal(store) == actual, "nothing came since"
 
 
 def test_rows_that_another_adds_are_sealed_only_when_asked_for(store):
@@ -205,8 +205,8 @@ def test_dropped_rows_still_count_as_written(store):
     put_segment(store, of, 1, [2])
     seal(store)
     store.drop_rows(KEY, [2])
-    found = seal(store)
-    assert (found.version, found.rows, found.next_row) == (1, 2, 3)
+    actual = seal(store)
+    assert (actual.version, actual.rows, actual.next_row) == (1, 2, 3)
 
 
 @pytest.mark.parametrize(("second", "told"), [([1, 2], "id 1"), ([1, 0], "id 1 and more")])
@@ -315,7 +315,7 @@ def test_only_the_newest_version_can_lose_rows(store):
     with raises(ConflictError, "store.not_newest") as caught:
         _manifest.drop_rows(old, [1], durability="process")
     assert "version 0" in caught.value.message
-    found = store.drop_rows(KEY, [2, 3])
-    assert [entry.rows for entry in found.segments] == [1]
+    actual = store.drop_rows(KEY, [2, 3])
+    assert [entry.rows for entry in actual.segments] == [1]
     assert store.read(KEY).ids.tolist() == [1]
-    assert found.written == (2, 2)
+    assert actual.written == (2, 2)

@@ -44,12 +44,12 @@ class TestSqliteFile(FullStoreTests):
 def test_a_url_of_a_registered_scheme_is_opened_like_a_path(url):
     store = gk.open(url)
     fill(store)
-    again = gk.open(url, create=False)
-    assert isinstance(again.backend, SqliteFile)
-    assert again.location == url
-    assert again.read(KEY).read([2])["loss"].tolist() == [4.0]
-    assert again.sql("select sum(loss) from samples").rows() == [(6.5,)]
-    assert again.info().blocks[0].rows == 3
+    second_store = gk.open(url, create=False)
+    assert isinstance(second_store.backend, SqliteFile)
+    assert second_store.location == url
+    assert second_store.read(KEY).read([2])["loss"].tolist() == [4.0]
+    assert second_store.sql("select sum(loss) from samples").rows() == [(6.5,)]
+    assert second_store.info().blocks[0].rows == 3
 
 
 def test_a_capture_goes_to_a_url(url):
@@ -171,8 +171,8 @@ def test_every_command_takes_the_url_of_an_installed_backend(command, url):
     store.drop_rows(KEY, [1])
     info = command("info", url, "--json")
     assert json.loads(info.stdout)["runs"][0]["checkpoints"][0]["captures"][0]["rows"] == 2
-    asked = command("sql", url, "select sum(loss) from samples", "--csv")
-    assert asked.stdout.splitlines()[1] == "4.5"
+    total = command("sql", url, "select sum(loss) from samples", "--csv")
+    assert total.stdout.splitlines()[1] == "4.5"
     assert command("verify", url).stdout.startswith("healthy")
     assert "removed" in command("gc", url).stdout
     deleted = command("delete", url, "main/final/train/main", "--yes")
@@ -193,6 +193,6 @@ def test_a_command_imports_results_to_a_url(command, url, tmp_path):
 
 
 def test_a_command_with_an_unknown_scheme_names_the_way_to_add_one(command):
-    told = command("info", "nosuch://x")
-    assert told.returncode == 2
-    assert "gradkeep.backends" in told.stderr
+    reported = command("info", "nosuch://x")
+    assert reported.returncode == 2
+    assert "gradkeep.backends" in reported.stderr

@@ -52,8 +52,8 @@ def factors():
     assert (logits.argmax(1) == y).float().mean() > 0.999
     torch.nn.functional.cross_entropy(logits, y, reduction="sum").backward()
     return {
-        name: (given.detach().numpy(), out.grad.numpy())
-        for name, given, out in zip(LAYERS, inputs, outputs, strict=True)
+        name: (passed.detach().numpy(), out.grad.numpy())
+        for name, passed, out in zip(LAYERS, inputs, outputs, strict=True)
     }
 
 
@@ -93,8 +93,8 @@ def through_the_store(factors, *, encoding, kind):
 def agreement(factors, stored):
     """Spearman's rank correlation with float32, the mean over queries."""
     queries = {name: (x[:QUERIES], g[:QUERIES]) for name, (x, g) in factors.items()}
-    exact, found = scores(factors, queries), scores(stored, queries)
-    return np.mean([spearmanr(a, b).statistic for a, b in zip(exact, found, strict=True)])
+    exact, actual = scores(factors, queries), scores(stored, queries)
+    return np.mean([spearmanr(a, b).statistic for a, b in zip(exact, actual, strict=True)])
 
 
 @pytest.mark.parametrize("encoding", ["plain", "bfloat16", "float16-scaled", "int8-scaled"])

@@ -61,7 +61,7 @@ def test_gc_collects_it_once_it_is_old(raced):
 
 
 def test_repair_moves_it_aside(raced):
-    assert any("moved" in told for told in verify(raced.backend, repair=True).repaired)
+    assert any("moved" in reported for reported in verify(raced.backend, repair=True).repaired)
     assert verify(raced.backend).healthy
     with raced.write(KEY, SCHEMA) as writer:
         writer.append(*rows_of(3))

@@ -1,4 +1,4 @@
-"""What was read from far away is kept here: right, or fetched again; never more than allowed."""
+"""The read cache of buckets: values are right or fetched again, and its size is limited."""
 
 import errno
 import os
@@ -50,15 +50,15 @@ def test_a_second_reader_fetches_no_segment_again(line, url, cache):
     write(url, line.address)
     carried = []
     line.fault = lambda method: carried.append(method) or "none"
-    asked = []
+    requested = []
     for _ in range(2):
         store = gk.open(connect(url, line.address), create=False)
         carried.clear()
         assert np.array_equal(store.read(KEY).column("x"), values())
-        asked.append(len(carried))
+        requested.append(len(carried))
     segments = len(list(cache.glob("*.value")))
     assert segments == 4
-    assert asked[1] == asked[0] - segments
+    assert requested[1] == requested[0] - segments
 
 
 def test_large_values_come_in_pieces_at_once(s3, url, monkeypatch):
@@ -157,8 +157,8 @@ def test_the_environment_says_where_and_how_much(tmp_path, monkeypatch):
         assert cache_of_environment() is None
     monkeypatch.setenv("GRADKEEP_CACHE", str(tmp_path))
     monkeypatch.setenv("GRADKEEP_CACHE_SIZE", "2MiB")
-    found = cache_of_environment()
-    assert (found.folder, found.limit) == (tmp_path, 2 << 20)
+    actual = cache_of_environment()
+    assert (actual.folder, actual.limit) == (tmp_path, 2 << 20)
     monkeypatch.setenv("GRADKEEP_CACHE_SIZE", "much")
     with pytest.raises(GradkeepError, match="number of bytes"):
         cache_of_environment()
@@ -187,10 +187,10 @@ def test_a_read_over_a_bad_line_is_right_or_an_error(line, url, cache, fault):
                 url, endpoint=line.address, client_options=quick, retry_config=ONCE, **ANYBODY
             )
         try:
-            found = gk.open(bucket, create=False).read(KEY).column("x")
+            actual = gk.open(bucket, create=False).read(KEY).column("x")
         except StoreError:
             continue  # which names the bucket and what to check
-        assert np.array_equal(found, values())
+        assert np.array_equal(actual, values())
         right += 1
     line.fault = lambda method: "none"
     assert np.array_equal(gk.open(connect(url, line.address)).read(KEY).column("x"), values())

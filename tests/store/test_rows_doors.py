@@ -45,10 +45,10 @@ def block(store):
 
 @pytest.fixture
 def rows(store):
-    found = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=5)
+    actual = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=5)
     for row in range(4):
-        found.put(row, {"out": np.float32(row)})
-    return found
+        actual.put(row, {"out": np.float32(row)})
+    return actual
 
 
 @pytest.mark.parametrize("ids", ODD_IDS, ids=repr)
@@ -211,8 +211,8 @@ def test_what_an_older_version_let_in_leaves_the_rest_of_the_store_alone(tmp_pat
 def test_many_rows_to_come_cost_nothing(store):
     store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=2**40)
     start = time.monotonic()
-    (found,) = store.info().row_sets
-    assert (found.done, found.pending) == (0, 2**40)
+    (actual,) = store.info().row_sets
+    assert (actual.done, actual.pending) == (0, 2**40)
     with raises(InvalidRowsError, "store.too_many_states", fix="counts()"):
         store.rows("models").states()
     assert time.monotonic() - start < 2

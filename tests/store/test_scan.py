@@ -1,4 +1,4 @@
-"""What a scan of the files says of runs, checkpoints and blocks."""
+"""Scans of the files: runs, checkpoints and blocks."""
 
 import os
 import time
@@ -71,23 +71,23 @@ class ReadOnlyCalls(Syscalls):
 
 def test_facts_of_a_sealed_capture(store):
     write(store, key(), 10)
-    (found,) = facts(store)
-    assert (found.state, found.version, found.rows, found.num_segments) == ("sealed", 0, 10, 3)
-    assert found.data_bytes == store.read(key()).manifest.bytes
-    assert found.dense_bytes == 10 * 4 * 100
-    assert found.ratio == found.dense_bytes / found.data_bytes
-    assert found.bytes > found.data_bytes
-    assert found.schema_hash == schema().hash
-    assert [layer.row_bytes for layer in found.layers] == [16.0]
-    assert found.arrays == schema().arrays
-    assert abs(found.modified - time.time()) < 60
+    (actual,) = facts(store)
+    assert (actual.state, actual.version, actual.rows, actual.num_segments) == ("sealed", 0, 10, 3)
+    assert actual.data_bytes == store.read(key()).manifest.bytes
+    assert actual.dense_bytes == 10 * 4 * 100
+    assert actual.ratio == actual.dense_bytes / actual.data_bytes
+    assert actual.bytes > actual.data_bytes
+    assert actual.schema_hash == schema().hash
+    assert [layer.row_bytes for layer in actual.layers] == [16.0]
+    assert actual.arrays == schema().arrays
+    assert abs(actual.modified - time.time()) < 60
 
 
 def test_facts_of_a_capture_under_way(store):
     write_open(store, key(), 10)
-    (found,) = facts(store)
-    assert (found.state, found.version, found.rows, found.num_rows) == ("open", None, 8, 1000)
-    assert found.data_bytes == sum(
+    (actual,) = facts(store)
+    assert (actual.state, actual.version, actual.rows, actual.num_rows) == ("open", None, 8, 1000)
+    assert actual.data_bytes == sum(
         file.stat().st_size for file in Path(store.location).rglob("*.safetensors")
     )
 
@@ -98,8 +98,13 @@ def test_rows_after_the_newest_version_count_apart(store):
     writer.append(*rows(8, 16))
     writer.flush()
     writer.close()
-    (found,) = facts(store)
-    assert (found.state, found.rows, found.unsealed_rows, found.num_segments) == ("sealed", 8, 8, 2)
+    (actual,) = facts(store)
+    assert (actual.state, actual.rows, actual.unsealed_rows, actual.num_segments) == (
+        "sealed",
+        8,
+        8,
+        2,
+    )
 
 
 def test_ragged_and_compressed_layers_are_measured(store):
@@ -107,8 +112,8 @@ def test_ragged_and_compressed_layers_are_measured(store):
     where = key()
     with store.write(where, gk.store.Schema((array,), layers=LAYERS)) as writer:
         writer.append([0, 1], {"fc.prefix": [np.ones((3, 4), "f4"), np.ones((5, 4), "f4")]})
-    (found,) = facts(store)
-    assert found.layers[0].row_bytes == (8 * 16 + 3 * 8) / 2  # values and offsets
+    (actual,) = facts(store)
+    assert actual.layers[0].row_bytes == (8 * 16 + 3 * 8) / 2  # values and offsets
 
 
 def test_facts_of_scores_and_row_sets(store):
@@ -140,11 +145,11 @@ def test_a_damaged_block_is_unreadable_with_the_reason(store, victim, said, how)
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-20])
-    found = {block.address.checkpoint: block for block in facts(store)}
-    assert found["other"].state == "sealed"
-    assert found["final"].state == "unreadable"
-    assert f"{key().folder}/{victim}: " in found["final"].problem
-    assert (said if how == "truncated" else "missing") in found["final"].problem
+    actual = {block.address.checkpoint: block for block in facts(store)}
+    assert actual["other"].state == "sealed"
+    assert actual["final"].state == "unreadable"
+    assert f"{key().folder}/{victim}: " in actual["final"].problem
+    assert (said if how == "truncated" else "missing") in actual["final"].problem
 
 
 def test_a_damaged_header_of_an_open_block_is_unreadable(store):
@@ -153,9 +158,9 @@ def test_a_damaged_header_of_an_open_block_is_unreadable(store):
     data = bytearray(file.read_bytes())
     data[60] ^= 1
     file.write_bytes(data)
-    (found,) = facts(store)
-    assert (found.state, found.rows) == ("unreadable", 4)
-    assert "seg/000001.safetensors: the header" in found.problem
+    (actual,) = facts(store)
+    assert (actual.state, actual.rows) == ("unreadable", 4)
+    assert "seg/000001.safetensors: the header" in actual.problem
 
 
 def test_damaged_records_are_found_too(store):

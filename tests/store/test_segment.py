@@ -141,9 +141,9 @@ def test_a_stream_hands_out_nothing_of_a_damaged_block():
     seen = []
     with pytest.raises(DamagedError):
         seen.extend(store.read(KEY).stream(["fc.prefix"], batch_rows=10))
-    found = np.concatenate([batch["fc.prefix"] for batch in seen])
-    assert 0 < len(found) < rows
-    np.testing.assert_array_equal(found, values["fc.prefix"][: len(found)])
+    actual = np.concatenate([batch["fc.prefix"] for batch in seen])
+    assert 0 < len(actual) < rows
+    np.testing.assert_array_equal(actual, values["fc.prefix"][: len(actual)])
 
 
 def test_underflow_is_noted():

@@ -32,10 +32,10 @@ def values(count):
     }
 
 
-def write(store, key, arrays, given, **options):
-    count = len(next(iter(given.values())))
+def write(store, key, arrays, columns, **options):
+    count = len(next(iter(columns.values())))
     with store.write(key, gk.store.Schema(arrays, rows_per_segment=4), **options) as writer:
-        writer.append(np.arange(writer.position, writer.position + count), given)
+        writer.append(np.arange(writer.position, writer.position + count), columns)
 
 
 @pytest.fixture
@@ -74,17 +74,17 @@ def test_captures_with_different_scalars_are_joined_by_name(store):
         gk.store.Array("label", "bool"),
     )
     half = gk.store.Array("half", "float16", kind="data")
-    given = {"loss": np.array([0.1]), "margin": np.ones(1, "f4"), "label": np.array([True])}
+    passed = {"loss": np.array([0.1]), "margin": np.ones(1, "f4"), "label": np.array([True])}
     write(
         store,
         gk.store.CaptureKey("final", "test"),
         (*other, half),
-        {**given, "half": np.ones(1, "f2")},
+        {**passed, "half": np.ones(1, "f2")},
     )
-    found = store.sql(
+    actual = store.sql(
         "select loss, margin, label, half, emb_free from (select *, 1 as emb_free from samples) where split = 'test'"
     )
-    assert found.rows() == [(0.1, 1.0, 1, 1.0, 1)]
+    assert actual.rows() == [(0.1, 1.0, 1, 1.0, 1)]
     missing = "select count(*) from samples where margin is null and half is null"
     assert store.sql(missing).rows() == [(10,)]
 
@@ -123,8 +123,8 @@ def test_the_other_tables(store):
         writer.append([0, 1, 2], {"score": np.zeros((3, 2), "f4")})
     assert store.sql("from runs").rows() == [("main", '{"lr": 0.1}', "abc", None)]
     assert store.sql("from checkpoints").rows() == [("main", "final", "w1", 30, 0.5, None)]
-    wanted = "select name, rows, fingerprints->>'method' from scores"
-    assert store.sql(wanted).rows() == [("mine", 3, "dot")]
+    expected = "select name, rows, fingerprints->>'method' from scores"
+    assert store.sql(expected).rows() == [("mine", 3, "dot")]
     joined = (
         "select c.step, count(*) from samples join checkpoints c using (run, checkpoint) group by 1"
     )
@@ -285,8 +285,8 @@ def test_nan_is_not_null(tmp_path):
     write(
         store, TRAIN, (gk.store.Array("loss", nan="keep"),), {"loss": np.array([np.nan, 1], "f4")}
     )
-    found = store.sql("select count(loss), count(*) filter (where isnan(loss)) from samples")
-    assert found.rows() == [(2, 1)]
+    actual = store.sql("select count(loss), count(*) filter (where isnan(loss)) from samples")
+    assert actual.rows() == [(2, 1)]
 
 
 def test_a_result_shows_itself_as_a_small_table(store):

@@ -76,9 +76,9 @@ def ways(location):
         return gk.open(location, create=False, durability="process")
 
     def rows():
-        found = opened().rows("models")
-        found.read(found.done())
-        found.states()
+        actual = opened().rows("models")
+        actual.read(actual.done())
+        actual.states()
 
     return {
         "verify": lambda: checked(location),
@@ -117,9 +117,9 @@ DOCUMENTS = [
 
 def all_documents(store):
     root = Path(store.backend.root)
-    found = [str(path.relative_to(root)) for path in root.rglob("*.json")]
-    assert set(DOCUMENTS) <= set(found)
-    return sorted(found)
+    actual = [str(path.relative_to(root)) for path in root.rglob("*.json")]
+    assert set(DOCUMENTS) <= set(actual)
+    return sorted(actual)
 
 
 def test_nothing_but_our_errors_whatever_a_field_holds(store):
@@ -147,13 +147,13 @@ def test_nothing_but_our_errors_whatever_a_field_holds(store):
 
 def quick(store, key):
     """The ways that read this document first."""
-    found = ways(store.location)
+    actual = ways(store.location)
     names = ["verify"]
     names += ["rows"] if "/models/" in key else ["runs"] if "runs/" in key else ["read"]
     raised = set()
     for name in names:
         try:
-            found[name]()
+            actual[name]()
         except gk.GradkeepError:
             raised.add(name)
     return raised
@@ -221,8 +221,8 @@ def test_a_manifest_names_segments_of_its_own_block_only(store, tmp_path, file):
         path.unlink()
     with pytest.raises(DamagedError):
         store.read(KEY)
-    found = verify(store.location, repair=True)
-    assert [item.path for item in found.damage] == [key]
+    actual = verify(store.location, repair=True)
+    assert [item.path for item in actual.damage] == [key]
     assert victim.exists()
     assert sorted(os.listdir(tmp_path)) == ["store", "victim"]
 
@@ -263,11 +263,11 @@ def test_a_link_in_place_of_a_folder_is_damage_and_nothing_behind_it_changes(
         lambda: look(store.location),
     ):
         try:
-            found = way()
+            actual = way()
         except gk.GradkeepError:
             continue
-        if isinstance(found, gk.store.Verdict):
-            assert not found.healthy or not os.path.islink(at(store, folder))
+        if isinstance(actual, gk.store.Verdict):
+            assert not actual.healthy or not os.path.islink(at(store, folder))
     assert tree(away) == before
 
 
@@ -283,8 +283,8 @@ def tree(folder):
 def test_verify_names_a_link_in_place_of_a_folder(store, tmp_path, folder):
     shutil.move(at(store, folder), tmp_path / "away")
     at(store, folder).symlink_to(tmp_path / "away")
-    found = verify(store.location)
-    assert any("link" in item.what and item.path == folder for item in found.damage)
+    actual = verify(store.location)
+    assert any("link" in item.what and item.path == folder for item in actual.damage)
 
 
 @pytest.mark.parametrize("leads", ["nowhere", "out", "itself", "device", "folder"])
@@ -302,9 +302,9 @@ def test_a_link_in_place_of_a_file_is_damage(store, tmp_path, key, leads):
     targets = {"out": away, "itself": file, "device": Path("/dev/zero"), "folder": tmp_path}
     file.unlink()
     file.symlink_to(targets.get(leads, tmp_path / "objects" / "none"))
-    found = verify(store.location)
-    assert [item.path for item in found.damage][:1] == [key]
-    assert "link" in found.damage[0].what
+    actual = verify(store.location)
+    assert [item.path for item in actual.damage][:1] == [key]
+    assert "link" in actual.damage[0].what
     assert quick(store, key) or "size" in key
     before = away.read_bytes()
     verify(store.location, repair=True)
@@ -359,7 +359,7 @@ def test_nothing_but_our_errors_whatever_a_header_says(store):
     key = f"{KEY.folder}/seg/000001.safetensors"
     good = at(store, key).read_bytes()
     manifest = f"{KEY.folder}/manifest/000001.json"
-    kept = at(store, manifest).read_bytes()
+    stored = at(store, manifest).read_bytes()
     shutil.rmtree(at(store, "heads"))
     length = int.from_bytes(good[:8], "little")
     layout = json.loads(good[8 : 8 + length])
@@ -378,7 +378,7 @@ def test_nothing_but_our_errors_whatever_a_header_says(store):
                     x["segments"][1]["xxh3"] = digest
                     return x
 
-                at(store, manifest).write_bytes(kept)
+                at(store, manifest).write_bytes(stored)
                 forge(store, manifest, names)
                 for way in ("verify", "read"):
                     try:

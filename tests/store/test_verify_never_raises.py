@@ -42,7 +42,7 @@ def keys_of(store):
 
 
 NOT_RECORDED = ("/claims/", "/failed/", ".parquet", "heads/")
-"""What is not missed by its own name: leases, derived files, second records, and failed attempts, of which the
+"""Files whose loss is not noticed by name: leases, derived files, second records, and failed attempts, of which the
 record is named."""
 
 
@@ -58,10 +58,10 @@ def test_nothing_of_value_is_lost_without_a_word(store, how):
             file.mkdir()
         elif how == "loop":
             file.symlink_to(file.name)
-        found = verify(store.location)
+        actual = verify(store.location)
         excused = how == "gone" and any(part in key for part in NOT_RECORDED)
-        assert (key in [item.path for item in found.damage]) is not excused, key
-        assert found.healthy is (excused and not key.startswith("datamodels/models/failed/")), key
+        assert (key in [item.path for item in actual.damage]) is not excused, key
+        assert actual.healthy is (excused and not key.startswith("datamodels/models/failed/")), key
         shutil.rmtree(file) if how == "folder" else file.unlink(missing_ok=True)
         file.write_bytes(good)
     assert verify(store.location).healthy
@@ -80,9 +80,9 @@ def test_files_that_lost_their_ending_are_as_good_as_gone(store):
     for key in keys_of(store):
         file = Path(store.backend.root, key)
         bare = file.rename(file.with_suffix(""))
-        found = verify(store.location)
+        actual = verify(store.location)
         excused = any(part in key for part in (*NOT_RECORDED, "final/open/main/seg"))
-        assert (key in [item.path for item in found.damage]) is not excused, key
+        assert (key in [item.path for item in actual.damage]) is not excused, key
         for ask in QUESTIONS if key != "STORE.json" else ():
             with contextlib.suppress(GradkeepError):
                 ask(gk.open(store.location, durability="process"))
@@ -92,8 +92,8 @@ def test_files_that_lost_their_ending_are_as_good_as_gone(store):
 
 def test_a_store_without_its_own_document_is_damaged(store):
     os.unlink(f"{store.location}/STORE.json")
-    found = verify(store.location)
-    assert [(item.path, "missing" in item.what) for item in found.damage] == [("STORE.json", True)]
+    actual = verify(store.location)
+    assert [(item.path, "missing" in item.what) for item in actual.damage] == [("STORE.json", True)]
     with pytest.raises(NotAStoreError):
         gk.open(store.location)
     verify(store.location, repair=True)
@@ -122,8 +122,8 @@ def test_documents_in_the_wrong_place_are_named(store, key, source):
 @pytest.mark.parametrize("key", [".DS_Store", "notes.txt", f"{KEY.folder}/README", "blocks/a/b"])
 def test_what_is_not_ours_is_left_alone(store, key):
     store.backend.put_if_absent(key, [b"mine"], durability="process")
-    found = verify(store.location, repair=True)
-    assert (found.healthy, found.unknown, found.repaired) == (True, (key,), ())
+    actual = verify(store.location, repair=True)
+    assert (actual.healthy, actual.unknown, actual.repaired) == (True, (key,), ())
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
@@ -181,8 +181,8 @@ def test_a_backend_that_raises_anything_ends_no_check(error):
     backend = Failing()
     fill(gk.open(backend, durability="process"))
     backend.error = error
-    found = verify(backend)
-    assert len(found.damage) >= 10
+    actual = verify(backend)
+    assert len(actual.damage) >= 10
     assert verify(backend, repair=True).repaired
 
 
@@ -190,9 +190,9 @@ def test_a_backend_that_raises_anything_ends_no_check(error):
 def test_rows_in_the_folder_of_others_are_named_and_not_believed(store, part):
     folder = Path(store.backend.root, "datamodels/models", part, "000000")
     folder.rename(folder.with_name("000009"))
-    found = verify(store.location)
-    assert found.damage
-    assert all("folder does not match" in item.what for item in found.damage)
+    actual = verify(store.location)
+    assert actual.damage
+    assert all("folder does not match" in item.what for item in actual.damage)
     rows = store.rows("models")
     rows.read(rows.done())
     assert len(rows.states()) == 4

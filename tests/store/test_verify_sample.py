@@ -22,9 +22,9 @@ def folder(tmp_path):
 
 
 def segments(folder):
-    found = sorted((folder / "blocks").rglob("*.safetensors"))
-    assert len(found) == SEGMENTS
-    return found
+    actual = sorted((folder / "blocks").rglob("*.safetensors"))
+    assert len(actual) == SEGMENTS
+    return actual
 
 
 def flip(path):
@@ -46,10 +46,10 @@ def test_a_sample_reads_so_many_segments_and_says_so(folder):
 
 def test_damage_is_found_when_its_segment_is_drawn(folder):
     flip(segments(folder)[5])
-    found = [gs.verify(folder, sample=4, seed=seed).healthy for seed in range(20)]
-    assert not all(found)
-    assert any(found)
-    assert found == [gs.verify(folder, sample=4, seed=seed).healthy for seed in range(20)]
+    actual = [gs.verify(folder, sample=4, seed=seed).healthy for seed in range(20)]
+    assert not all(actual)
+    assert any(actual)
+    assert actual == [gs.verify(folder, sample=4, seed=seed).healthy for seed in range(20)]
     assert not gs.verify(folder, sample=SEGMENTS).healthy
 
 

@@ -77,12 +77,12 @@ def test_a_second_run_writes_only_what_is_missing(store):
     writer = store.write(KEY, schema())
     writer.append(*batch(range(8)))
     writer.close()
-    again = store.write(KEY, schema())
-    assert not again.needs(8)
-    assert again.needs(9)
-    again.skip(range(8))
-    again.append(*batch([8, 9]))
-    again.seal()
+    repeated = store.write(KEY, schema())
+    assert not repeated.needs(8)
+    assert repeated.needs(9)
+    repeated.skip(range(8))
+    repeated.append(*batch([8, 9]))
+    repeated.seal()
     assert len(store.read(KEY)) == 10
 
 
@@ -99,9 +99,9 @@ def test_another_order_in_the_second_run_is_noticed(store):
     writer = store.write(KEY, schema())
     writer.append(*batch(range(4)))
     writer.close()
-    again = store.write(KEY, schema())
+    repeated = store.write(KEY, schema())
     with raises(InvalidRowsError, "store.other_order"):
-        again.append(*batch([1, 0, 2, 3]))
+        repeated.append(*batch([1, 0, 2, 3]))
 
 
 def test_skipping_rows_that_are_needed_is_refused(store):

@@ -166,8 +166,8 @@ def test_references_point_into_the_segments(tmp_path):
     path, offset, length = refs["c/2/0"]
     with open(path, "rb") as file:
         file.seek(offset)
-        found = np.frombuffer(file.read(length)).reshape(4, 3)
-    assert np.array_equal(found, block.column("wide")[8:12])
+        batch = np.frombuffer(file.read(length)).reshape(4, 3)
+    assert np.array_equal(batch, block.column("wide")[8:12])
     assert refs["c/3/0"].startswith("base64:")
 
 

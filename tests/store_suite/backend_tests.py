@@ -1,4 +1,4 @@
-"""What every backend must do with bytes under names."""
+"""Requirements of every backend: bytes under names."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class BackendTests:
     def test_a_listing_is_sorted_and_one_level_deep(self, backend: Backend) -> None:
         for key in ("top", "f/10", "f/9", "f/g/1", "f/g/2", "f/B"):
             put(backend, key, key.encode())
-        found = [(entry.name, entry.size, entry.is_folder) for entry in backend.list("f")]
-        assert found == [
+        actual = [(entry.name, entry.size, entry.is_folder) for entry in backend.list("f")]
+        assert actual == [
             ("10", 4, False),
             ("9", 3, False),
             ("B", 3, False),
@@ -183,13 +183,13 @@ class BackendTests:
         assert one != other or not (before and after)
 
     def test_a_value_moved_aside_frees_its_name_and_is_kept(self, backend: Backend) -> None:
-        aside = []
+        target = []
         for content in (b"first", b"second", b"third"):
             put(backend, "blocks/a/b", content)
-            aside.append(backend.move_aside("blocks/a/b"))
+            target.append(backend.move_aside("blocks/a/b"))
             assert not backend.exists("blocks/a/b")
-        assert [backend.read(key) for key in aside] == [b"first", b"second", b"third"]
-        assert {key.partition("/")[0] for key in aside} == {"quarantine"}
+        assert [backend.read(key) for key in target] == [b"first", b"second", b"third"]
+        assert {key.partition("/")[0] for key in target} == {"quarantine"}
 
     def test_finished_writes_leave_nothing_over(self, backend: Backend) -> None:
         put(backend, "a", b"1")

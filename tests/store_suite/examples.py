@@ -97,44 +97,44 @@ def batch_of(rows: Sequence[ExampleRow]) -> dict[str, Any]:
 def check(batch: Batch, rows: Sequence[ExampleRow]) -> None:
     """Assert that a batch holds exactly these rows, as exactly as their encoding promises."""
     assert batch.ids.tolist() == ids_of(rows)
-    wanted = [row.values() for row in rows]
+    expected = [row.values() for row in rows]
     for array in (column.array for column in batch.columns):
-        found = batch[array.name]
-        assert len(found) == len(rows), array.name
-        for index, value in enumerate(wanted):
-            _check_value(array, found[index], value[array.name])
+        actual = batch[array.name]
+        assert len(actual) == len(rows), array.name
+        for index, value in enumerate(expected):
+            _check_value(array, actual[index], value[array.name])
 
 
-def check_column(array: Array, found: AnyArray | Ragged, rows: Sequence[ExampleRow]) -> None:
+def check_column(array: Array, actual: AnyArray | Ragged, rows: Sequence[ExampleRow]) -> None:
     """Assert the same of the values of one array."""
-    assert len(found) == len(rows), array.name
+    assert len(actual) == len(rows), array.name
     for index, row in enumerate(rows):
-        _check_value(array, found[index], row.values()[array.name])
+        _check_value(array, actual[index], row.values()[array.name])
 
 
-def _check_value(array: Array, found: Any, wanted: AnyArray) -> None:
-    got = np.asarray(found)
+def _check_value(array: Array, actual: Any, expected: AnyArray) -> None:
+    got = np.asarray(actual)
     assert got.dtype == array.dtype, array.name
-    assert got.shape == wanted.shape, array.name
+    assert got.shape == expected.shape, array.name
     if array.encoding in ("plain", "bits"):
         # Bytes, not values: NaN must come back, and with its sign.
-        assert got.tobytes() == wanted.astype(array.dtype).tobytes(), array.name
+        assert got.tobytes() == expected.astype(array.dtype).tobytes(), array.name
         return
-    error = np.abs(got.astype(np.float64) - wanted)
-    allowed = _allowed_error(array, wanted.astype(np.float64))
-    assert (error <= allowed).all(), f"{array.name}: {got} is too far from {wanted}"
+    error = np.abs(got.astype(np.float64) - expected)
+    allowed = _allowed_error(array, expected.astype(np.float64))
+    assert (error <= allowed).all(), f"{array.name}: {got} is too far from {expected}"
 
 
-def _allowed_error(array: Array, wanted: AnyArray) -> AnyArray:
+def _allowed_error(array: Array, expected: AnyArray) -> AnyArray:
     """Half a unit in the last place that the encoding keeps, for every value."""
-    size = np.abs(wanted)
+    size = np.abs(expected)
     if array.encoding == "bfloat16":
         return np.asarray(size * 2.0**-8)
     if array.encoding == "float16":
         return np.asarray(np.maximum(size * 2.0**-11, 2.0**-25))
     # One scale per row, and in ragged arrays per token.
-    axes = tuple(range(1 if array.ragged else 0, wanted.ndim))
+    axes = tuple(range(1 if array.ragged else 0, expected.ndim))
     largest = size.max(axis=axes, keepdims=True, initial=0.0)
     if array.encoding == "float16-scaled":
         return np.asarray(np.maximum(size * 2.0**-11, largest * 2.0**-38))
-    return np.asarray(np.broadcast_to(largest / 127 * 0.5001, wanted.shape))
+    return np.asarray(np.broadcast_to(largest / 127 * 0.5001, expected.shape))

@@ -45,7 +45,7 @@ class BlockStateMachine(RuleBasedStateMachine):
         self.begun = False
         self.versions: dict[int, list[ExampleRow]] = {}
         self.first_run: list[ExampleRow] | None = []
-        """What a run without `extend` has to give; None once the block was extended."""
+        """Rows that a run without `extend` must append; None once the block was extended."""
         self.given: list[ExampleRow] = []
         """Rows after the newest version, given to the writer or left by one that was closed."""
         self.acknowledged = 0

@@ -50,8 +50,8 @@ class SubfolderBackend(Backend):
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         start = f"{self._folder}/"
-        found = self._backend.leftovers(older_than=older_than)
-        return [key.removeprefix(start) for key in found if key.startswith(start)]
+        actual = self._backend.leftovers(older_than=older_than)
+        return [key.removeprefix(start) for key in actual if key.startswith(start)]
 
     def ensure_durable(self, keys: Iterable[str]) -> None:
         self._backend.ensure_durable(map(self._key, keys))

@@ -1,4 +1,4 @@
-"""What a store must do on every backend: write, resume, version, share, notice damage."""
+"""Requirements of a store on every backend: write, resume, version, share, notice damage."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class WholeStoreTests:
     def test_a_store_is_made_once_and_then_opened(self, backend: Backend) -> None:
         with pytest.raises(NotAStoreError):
             gs.open(backend, create=False)
-        made = gs.open(backend)
-        assert gs.open(backend, create=False).uuid == made.uuid
-        assert made.blocks() == []
+        computed = gs.open(backend)
+        assert gs.open(backend, create=False).uuid == computed.uuid
+        assert computed.blocks() == []
 
     def test_another_folder_is_not_taken_for_a_store(self, backend: Backend) -> None:
         backend.put_if_absent("holiday.jpg", [b"..."], durability="process")
@@ -105,10 +105,10 @@ class WholeStoreTests:
         for missing in ([4], [7, 4], [10**9]):
             with pytest.raises(MissingRowsError):
                 block.read(missing)
-        found = block.read([4, 7], ["loss", "suffix"], fill=math.nan)
-        assert np.isnan(found["loss"][0])
-        assert np.isnan(found["suffix"][0]).all()
-        assert found["loss"][1] == ExampleRow(7).values()["loss"]
+        actual = block.read([4, 7], ["loss", "suffix"], fill=math.nan)
+        assert np.isnan(actual["loss"][0])
+        assert np.isnan(actual["suffix"][0]).all()
+        assert actual["loss"][1] == ExampleRow(7).values()["loss"]
         for fill, name in ((0.0, "loss"), (math.nan, "label"), (math.nan, "tokens")):
             with pytest.raises(InvalidRowsError):
                 block.read([4], [name], fill=fill)
@@ -129,20 +129,20 @@ class WholeStoreTests:
         full = kept // 4 * 4
         holds(store.read(KEY, live=True), SHUFFLED[:full])
 
-        again = store.write(KEY, schema())
-        assert again.needs(1) is (full == 0)
-        assert again.needs(full + 1)
-        append(again, SHUFFLED)
-        again.seal()
+        repeated = store.write(KEY, schema())
+        assert repeated.needs(1) is (full == 0)
+        assert repeated.needs(full + 1)
+        append(repeated, SHUFFLED)
+        repeated.seal()
         holds(store.read(KEY), SHUFFLED)
 
     def test_a_resumed_write_in_another_order_is_refused(self, store: Store) -> None:
         writer = store.write(KEY, schema())
         append(writer, SHUFFLED[:4])
         writer.close()
-        again = store.write(KEY, schema())
+        repeated = store.write(KEY, schema())
         with raises(InvalidRowsError, "store.other_order"):
-            append(again, SHUFFLED[::-1])
+            append(repeated, SHUFFLED[::-1])
 
     def test_sealing_again_changes_nothing(self, store: Store) -> None:
         first = write(store, SHUFFLED)
@@ -217,12 +217,12 @@ class WholeStoreTests:
     def test_dropped_rows_are_gone_from_the_new_version_only(self, store: Store) -> None:
         write(store, SHUFFLED)
         assert store.drop_rows(KEY, [3, 8, 70_000]).version == 1
-        left = [row for row in SHUFFLED if row.id not in (3, 8, 70_000)]
-        holds(store.read(KEY), left)
+        remaining = [row for row in SHUFFLED if row.id not in (3, 8, 70_000)]
+        holds(store.read(KEY), remaining)
         holds(store.read(KEY, version=0), SHUFFLED)
         with pytest.raises(MissingRowsError):
             store.drop_rows(KEY, [3])
-        store.drop_rows(KEY, ids_of(left))
+        store.drop_rows(KEY, ids_of(remaining))
         holds(store.read(KEY), [])
         write(store, [ExampleRow(3, salt=1)], extend=True)
         holds(store.read(KEY), [ExampleRow(3, salt=1)])
@@ -357,9 +357,9 @@ class WholeStoreTests:
         rows.put(2, ExampleRow(2).values())
         with pytest.raises(MissingRowsError):
             rows.read([2, 3])
-        found = rows.read([3, 2], ["loss"], fill=math.nan)
-        assert np.isnan(found["loss"][0])
-        assert found["loss"][1] == ExampleRow(2).values()["loss"]
+        actual = rows.read([3, 2], ["loss"], fill=math.nan)
+        assert np.isnan(actual["loss"][0])
+        assert actual["loss"][1] == ExampleRow(2).values()["loss"]
         with pytest.raises(InvalidRowsError):
             rows.read([3], ["loss"], fill=0.0)
 

@@ -24,6 +24,7 @@ from gradkeep.cli._options import (
     WorkersOption,
     choose_runs,
     parse_pairs,
+    print_folded,
     print_json,
 )
 from gradkeep.errors import AttributionError
@@ -93,15 +94,16 @@ def attribute(
     if json:
         print_json({"scores": repr(scores), "shape": scores.shape, "top": ranked, "file": out})
         return
-    print(scores)
+    print_folded(str(scores), indent=2)
     if scores.plan is not None:
-        print("  " + str(scores.plan).replace("\n", "\n  "))
+        print_folded("  " + str(scores.plan).replace("\n", "\n  "), indent=4)
     for rows in ranked:
-        helped = ", ".join(f"{i} ({v:.3g})" for i, v in rows["helped"])
-        harmed = ", ".join(f"{i} ({v:.3g})" for i, v in rows["harmed"])
-        print(f"{captures.queries} {rows['query']}: helped by {helped}; harmed by {harmed}")
+        print(f"{captures.queries} {rows['query']}")
+        for side in ("helped", "hurt"):
+            listed = ", ".join(f"{i} ({v:.3g})" for i, v in rows[side]) or "no row"
+            print_folded(f"  {side:<6} {listed}", indent=9)
     if scores.chosen is not None:
-        print(f"chosen: {scores.chosen}")
+        print_folded(f"chosen: {scores.chosen}")
     if save is not None:
         print(f"saved as {save}: gk.Scores.load(store, {save!r})")
     if out is not None:
@@ -130,7 +132,7 @@ def why(
     facts = _read_facts(opened, scores, captures.queries, [query], capture=captures.capture)[0]
     sides = {}
     ranked = _rank_rows(scores, query, top)
-    for side in ("helped", "harmed"):
+    for side in ("helped", "hurt"):
         ids = [number for number, _ in ranked[side]]
         rows = _read_facts(opened, scores, captures.train, ids, capture=captures.capture)
         sides[side] = [
@@ -139,11 +141,13 @@ def why(
     if json:
         print_json({"query": facts, "method": scores.method, **sides})
         return
-    print(f"{captures.queries} {_format_row(facts)}")
+    print_folded(f"{captures.queries} {_format_row(facts)}", indent=2)
+    print_folded(f"scores: {scores.scale}", indent=2)
     for side, rows in sides.items():
-        print(f"{side} most by ({scores.scale}):")
+        print(f"{side} most:" if rows else f"{side}: no row")
         for row in rows:
-            print(f"  {row['score']:>12.4g}  {captures.train} {_format_row(row)}")
+            line = f"  {row['score']:>12.4g}  {captures.train} {_format_row(row)}"
+            print_folded(line, indent=16)
 
 
 def methods(json: JsonOption = False) -> None:
@@ -155,13 +159,14 @@ def methods(json: JsonOption = False) -> None:
         print_json([{name: getattr(method, name) for name in names} for method in gk.methods()])
         return
     for method in gk.methods():
-        print(f"{method.name} ({'exact' if method.exact else 'approximate'}): {method.summary}")
-        print(f"  needs    {method.needs}")
-        print(f"  cost     {method.cost}")
+        kind = "exact" if method.exact else "approximate"
+        print_folded(f"{method.name} ({kind}): {method.summary}", indent=2)
+        print_folded(f"  needs    {method.needs}", indent=11)
+        print_folded(f"  cost     {method.cost}", indent=11)
         options = [f"{one.name}={one.default!r}" for one in dataclasses.fields(method.options)]
         if options:
-            print(f"  options  {', '.join(options)}")
-        print(f"  from     {method.reference}")
+            print_folded(f"  options  {', '.join(options)}", indent=11)
+        print_folded(f"  from     {method.reference}", indent=11)
 
 
 def suspects(
@@ -225,10 +230,13 @@ def suspects(
         print_json({**fields, "suspects": rows, **noise})
         return
     what = "documents" if ranked.documents else "rows"
-    print(f"{len(ranked)} {what} of {train} by {ranked.measure} at {', '.join(ranked.checkpoints)}")
+    checkpoints_used = ", ".join(ranked.checkpoints)
+    print_folded(
+        f"{len(ranked)} {what} of {train} by {ranked.measure} at {checkpoints_used}", indent=2
+    )
     for row in rows:
         label = "" if row["label"] is None else f"  label {row['label']}"
-        predicted = "" if row["predicted"] is None else f", the model says {row['predicted']}"
+        predicted = "" if row["predicted"] is None else f", predicted {row['predicted']}"
         print(f"  {train} {row['id']:<8} {row[by]:>10.4g}{label}{predicted}")
     if ranked.noise is not None:
         low, high = ranked.noise.rate_interval
@@ -257,12 +265,13 @@ def _noise_fields(suspects: Suspects, precision: float) -> dict[str, Any]:
 
 
 def _rank_rows(scores: Scores, query: int, k: int) -> dict[str, Any]:
-    top, bottom = scores.top(k, query=query), scores.bottom(k, query=query)
-    return {
-        "query": query,
-        "helped": list(zip(top.ids.tolist(), top.values.tolist(), strict=True)),
-        "harmed": list(zip(bottom.ids.tolist(), bottom.values.tolist(), strict=True)),
-    }
+    """Return the rows with the largest positive and the largest negative scores."""
+    sides = {"helped": scores.top(k, query=query), "hurt": scores.bottom(k, query=query)}
+    ranked: dict[str, Any] = {"query": query}
+    for side, rows in sides.items():
+        pairs = zip(rows.ids.tolist(), rows.values.tolist(), strict=True)
+        ranked[side] = [pair for pair in pairs if (pair[1] > 0) == (side == "helped") and pair[1]]
+    return ranked
 
 
 def _read_facts(

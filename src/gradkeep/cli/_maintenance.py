@@ -86,11 +86,17 @@ def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = No
         parts.append(f"{format_ratio(block.ratio)} smaller than {format_size(block.dense_bytes)}")
     parts.append(describe_state(block))
     branch = tree.add(escape("  ".join(parts)) + _problem(block.problem))
+    groups: dict[str, list[Any]] = {}
     for layer in block.layers:
-        ratio = layer.dense_row_bytes / layer.row_bytes if layer.row_bytes else None
-        sizes = f"{format_size(layer.row_bytes)} of {format_size(layer.dense_row_bytes)} per row"
-        facts = f"{layer.type}  {layer.parameters} parameters  {sizes}  {format_ratio(ratio)}"
-        branch.add(escape(f"{layer.name}  {facts}"))
+        groups.setdefault(layer.type if len(block.layers) > 6 else layer.name, []).append(layer)
+    for label, layers in groups.items():
+        stored = sum(layer.row_bytes for layer in layers)
+        dense = sum(layer.dense_row_bytes for layer in layers)
+        ratio = format_ratio(dense / stored if stored else None)
+        kind = f"{len(layers)} layers" if len(block.layers) > 6 else layers[0].type
+        count = sum(layer.parameters for layer in layers)
+        sizes = f"{format_size(stored)} of {format_size(dense)} per row"
+        branch.add(escape(f"{label}  {kind}  {count} parameters  {sizes}  {ratio}"))
 
 
 def _problem(problem: str | None) -> str:

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import inspect
 import json
+import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -60,6 +62,22 @@ ParameterOption = Annotated[
 def print_json(fields: Any) -> None:
     """Print one JSON document; NaN and infinity become null."""
     print(json.dumps(to_json_types(fields), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_folded(text: str, *, indent: int = 0) -> None:
+    """Print text folded to the terminal's width, 80 columns elsewhere; later lines are indented."""
+    width = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
+    for line in text.splitlines():
+        rest = " " * indent
+        print(
+            textwrap.fill(
+                line,
+                max(40, width),
+                subsequent_indent=rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
 
 
 def print_progress(progress: Any) -> None:

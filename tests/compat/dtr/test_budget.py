@@ -51,7 +51,7 @@ def test_a_budget_below_the_parameters_raises():
 def test_a_budget_is_kept_or_said(share, plain_peak):
     budget = int(share * plain_peak)
     net, x = perceptron(), torch.randn(512, 64)
-    said = False
+    warned = False
     with dtr.install(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.set_memory_budget(budget)
@@ -59,10 +59,10 @@ def test_a_budget_is_kept_or_said(share, plain_peak):
             for _ in range(3):
                 step(net, x)
         except BudgetError:
-            said = True
+            warned = True
         peak = torch.cuda.max_memory_allocated()
-    said = said or any(issubclass(one.category, BudgetWarning) for one in seen)
-    assert peak <= budget or said
+    warned = warned or any(issubclass(one.category, BudgetWarning) for one in seen)
+    assert peak <= budget or warned
     # Giving up must not take more than never having had a budget.
     assert peak <= 1.05 * plain_peak
 

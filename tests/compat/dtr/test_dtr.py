@@ -38,12 +38,12 @@ def trained(budget):
 
 @pytest.mark.parametrize("toggle", [None, dtr.toggle_sampling, dtr.toggle_ignore_small_tensors])
 def test_a_script_trains_to_the_bit_in_fewer_bytes(toggle):
-    wanted = trained(None)
+    expected = trained(None)
     assert dtr.base_compute_time() == 0
     if toggle is not None:
         toggle(on=True)
-    found = trained("110kB")
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    outcome = trained("110kB")
+    assert all(torch.equal(a, b) for a, b in zip(expected, outcome, strict=True))
     assert dtr.remat_compute_time() > 0
     assert dtr.base_compute_time() > 0
     assert dtr.search_time() > 0
@@ -60,7 +60,7 @@ def test_pinned_tensors_are_no_longer_checkpoints():
     assert not dtr.is_checkpoint(one)
     dtr.set_memory_budget(None)
     assert not dtr.is_checkpoint(one)
-    with raises(BudgetError, "budget.invalid"):
+    with raises(BudgetError, "budget.not_positive"):
         dtr.set_memory_budget(0)
 
 
@@ -100,8 +100,8 @@ def test_a_log_in_a_budget_is_that_of_the_step_without_one(tmp_path):
         dtr.toggle_log(False)
         dtr.set_memory_budget(None)
         ops = read_log(tmp_path / name).ops
-        made = [(op.name, op.sizes) for op in ops if -1 in op.aliases]
-        return sorted(made), sum(op.cost for op in ops)
+        allocations = [(op.name, op.sizes) for op in ops if -1 in op.aliases]
+        return sorted(allocations), sum(op.cost for op in ops)
 
     plain, _ = logged(None, "plain.log")
     within, cost = logged("110kB", "within.log")

@@ -56,8 +56,8 @@ def test_lists_unfold_into_all_combinations_and_nothing_runs_twice():
         "extra_params": SMALL,
     }
     trials = parse([command, command]).trials
-    found = {(t.budget, t.heuristic, dict(t.work.sizes)["batch_size"]) for t in trials}
-    assert len(trials) == len(found) == 12
+    combinations = {(t.budget, t.heuristic, dict(t.work.sizes)["batch_size"]) for t in trials}
+    assert len(trials) == len(combinations) == 12
     assert {t.kind for t in trials} == {"fixed"}
     assert all(dict(t.work.sizes)["mem_dim"] == 8 for t in trials)
 
@@ -125,8 +125,8 @@ def test_the_original_layout_is_read_with_its_names_sizes_and_meanings():
             "resnet32": [{"type": "not run, so not read"}],
         },
     }
-    found = parse_experiment(config)
-    dense, tree, _, lstm, transformer, gan = found.trials
+    experiment = parse_experiment(config)
+    dense, tree, _, lstm, transformer, gan = experiment.trials
     sizes = [dict(trial.work.sizes) for trial in (dense, tree, lstm, transformer, gan)]
     assert (dense.work.name, dense.timeout, dense.work.repeats) == ("densenet121", 1200, 4)
     assert sizes[0] == {"batch_size": 32, "classes": 1000, "height": 64, "width": 64}
@@ -134,7 +134,7 @@ def test_the_original_layout_is_read_with_its_names_sizes_and_meanings():
     assert (sizes[2]["length"], sizes[2]["batch_size"]) == (256, 512)
     assert (sizes[3]["length"], sizes[3]["layers"], sizes[3]["batch_size"]) == (256, 12, 10)
     assert (gan.work.name, sizes[4]["d_hidden"], sizes[4]["noise_dim"]) == ("unrolled_gan", 7, 9)
-    assert any("sync_gpu has no effect" in note for note in found.notes)
+    assert any("sync_gpu has no effect" in note for note in experiment.notes)
     assert (tree.sample, tree.skip_small) == (False, True), "the original's habits, unless told"
 
 
@@ -143,25 +143,25 @@ def test_sampling_is_for_budgets_that_are_wide_enough():
     ratios = {"type": "dtr", "ratio": [0.6, 0.5], "extra_params": extra}
     budgets = {"type": "dtr", "memory_budget": [2e5, 1e5], "extra_params": extra}
     settings = {"default": {"use_sampling": False}}
-    found = parse([ratios, budgets, {"type": "dtr", "ratio": 0.7}], **settings)
-    assert [trial.sample for trial in found.trials] == [True, False, True, False, False]
-    assert not any(trial.skip_small for trial in found.trials)
-    assert not found.notes
+    experiment = parse([ratios, budgets, {"type": "dtr", "ratio": 0.7}], **settings)
+    assert [trial.sample for trial in experiment.trials] == [True, False, True, False, False]
+    assert not any(trial.skip_small for trial in experiment.trials)
+    assert not experiment.notes
 
 
 def test_unknown_keys_are_told_but_not_fatal():
     commands = [{"type": "baseline", "batchsize": 3, "extra_params": {"colour": 3}}]
-    found = parse(commands, retries=4)
-    assert len(found.trials) == 1
-    assert "'retries' is unknown and ignored" in found.notes
-    assert any("command 1: 'batchsize'" in n and "batch_size" in n for n in found.notes)
-    assert any("no size 'colour'" in note for note in found.notes)
+    experiment = parse(commands, retries=4)
+    assert len(experiment.trials) == 1
+    assert "'retries' is unknown and ignored" in experiment.notes
+    assert any("command 1: 'batchsize'" in n and "batch_size" in n for n in experiment.notes)
+    assert any("no size 'colour'" in note for note in experiment.notes)
 
 
 def test_inactive_configurations_run_nothing():
-    found = parse([{"type": "baseline"}], active=False)
-    assert found.trials == ()
-    assert found.notes
+    experiment = parse([{"type": "baseline"}], active=False)
+    assert experiment.trials == ()
+    assert experiment.notes
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_yaml_reads_as_json_does_although_it_takes_exponents_for_text(tmp_path):
     budgets = ["5e4", "2GiB"]
     config = {"models": {"lstm": [{"type": "dtr", "memory_budget": budgets, "limit": 50}]}}
     (tmp_path / "a.json").write_text(json.dumps(config))
-    found = read_experiment(tmp_path / "a.yaml")
-    assert found == read_experiment(tmp_path / "a.json")
-    assert found.trials[0].budget == 5e4
+    experiment = read_experiment(tmp_path / "a.yaml")
+    assert experiment == read_experiment(tmp_path / "a.json")
+    assert experiment.trials[0].budget == 5e4
 
 
 @pytest.mark.parametrize(
@@ -407,10 +407,10 @@ def started(folder, config):
     )
 
 
-def soon(happened):
+def wait_for(happened):
     for _ in range(600):
-        if found := happened():
-            return found
+        if result := happened():
+            return result
         time.sleep(0.1)
     return happened()
 
@@ -424,7 +424,7 @@ def test_a_kill_loses_nothing_done(tmp_path):
     command = {"type": "simrd", "ratio": ratios, "heuristic": "lru", "extra_params": SMALL}
     out = tmp_path / "out"
     running = started(tmp_path, {"models": {"lstm": [command]}})
-    soon(lambda: len(list((out / "results").glob("simrd*.json"))) >= 3)
+    wait_for(lambda: len(list((out / "results").glob("simrd*.json"))) >= 3)
     running.send_signal(signal.SIGKILL)
     running.wait()
     done = sorted((out / "results").glob("simrd*.json"))
@@ -432,8 +432,8 @@ def test_a_kill_loses_nothing_done(tmp_path):
     before = {path: path.read_bytes() for path in done}
     time.sleep(1.5)  # workers whose parent is gone end with the row they are at
     there = _ratios((out / "results").glob("simrd*.json"))
-    kept, missing = _ratios(done)[:3], [ratio for ratio in ratios if ratio not in there]
-    fewer = {"models": {"lstm": [{**command, "ratio": [*kept, *missing[:3]]}]}}
+    remaining, missing = _ratios(done)[:3], [ratio for ratio in ratios if ratio not in there]
+    fewer = {"models": {"lstm": [{**command, "ratio": [*remaining, *missing[:3]]}]}}
     report = run_experiment(parse_experiment(fewer), out)
     assert (report.ran, report.reused) == (3, 4), "the baseline and what was done before the kill"
     assert {path: path.read_bytes() for path in before} == before
@@ -443,7 +443,7 @@ def test_a_kill_loses_nothing_done(tmp_path):
 def test_trials_end_when_the_experiment_is_killed(tmp_path):
     command = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
     running = started(tmp_path, {"models": {"lstm": [command]}})
-    (trial,) = soon(lambda: _trials(running.pid))
+    (trial,) = wait_for(lambda: _trials(running.pid))
     time.sleep(2)  # until it works
     assert _trials(running.pid) == [trial]
     running.send_signal(signal.SIGKILL)
@@ -459,7 +459,7 @@ def test_trials_end_when_the_experiment_is_killed(tmp_path):
 def test_an_interrupted_trial_leaves_no_result(tmp_path):
     command = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
     running = started(tmp_path, {"models": {"lstm": [command]}})
-    soon(lambda: _trials(running.pid))
+    wait_for(lambda: _trials(running.pid))
     time.sleep(2)
     running.send_signal(signal.SIGINT)
     assert running.wait(timeout=30) != 0
@@ -470,7 +470,7 @@ def test_a_trial_whose_process_dies_has_failed_and_the_others_go_on(tmp_path):
     endless = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
     fine = {"type": "baseline", "n_reps": 1, "extra_params": SMALL}
     running = started(tmp_path, {"models": {"lstm": [endless, fine]}})
-    (trial,) = soon(lambda: _trials(running.pid))
+    (trial,) = wait_for(lambda: _trials(running.pid))
     time.sleep(2)
     os.kill(trial, signal.SIGKILL)  # as when the machine runs out of memory
     assert running.wait(timeout=60) == 3
@@ -481,7 +481,7 @@ def test_a_trial_whose_process_dies_has_failed_and_the_others_go_on(tmp_path):
 
 def _trials(experiment):
     """The processes that run trials for an experiment."""
-    found = []
+    results = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             line = Path(f"/proc/{entry}/cmdline").read_bytes()
@@ -489,8 +489,8 @@ def _trials(experiment):
         except OSError:
             continue
         if parent == experiment and b"spawn_main" in line:
-            found.append(int(entry))
-    return found
+            results.append(int(entry))
+    return results
 
 
 def _runs(process):
@@ -518,8 +518,8 @@ def test_logs_are_saved_where_the_configuration_says_with_a_manifest(tmp_path):
     assert experiment.notes == ()
     assert [trial.save_log for trial in experiment.trials] == [False, True]
     one = run_experiment(experiment, tmp_path / "out", workers=1)
-    again = run_experiment(parse_experiment(config), tmp_path / "out", workers=1)
-    assert again.ran == 0
+    second = run_experiment(parse_experiment(config), tmp_path / "out", workers=1)
+    assert second.ran == 0
     (log,) = (tmp_path / "logs").glob("*.log")
     assert log.name.startswith("lstm-2-0.9-")
     assert log in one.files
@@ -534,8 +534,8 @@ def test_logs_are_saved_where_the_configuration_says_with_a_manifest(tmp_path):
     report = run_experiment(parse(commands, n_reps=1), tmp_path / "used", workers=1)
     used, got = (row for row in report.results if row["type"] == "simrd")
     program = read_log(log)
-    wanted = simulate(program, budget=int(0.9 * unlimited_peak(program)), limit=10.0)
-    assert (used["status"], used["overhead"]) == (wanted.status, wanted.overhead)
+    expected = simulate(program, budget=int(0.9 * unlimited_peak(program)), limit=10.0)
+    assert (used["status"], used["overhead"]) == (expected.status, expected.overhead)
     assert got["status"] == "ok"
     assert not any(row["type"] == "baseline" for row in report.results)
 

@@ -60,14 +60,14 @@ def test_live_trials_tell_time_and_bytes(pictured):
     _, _, results = pictured
     plain = results["baseline", None]
     for kind in ("dtr", "planned"):
-        found = results[kind, 0.8]
-        assert found["status"] == "ok"
-        assert found["unlimited_peak"] == plain["peak"]
-        assert found["peak"] <= found["budget"] == int(0.8 * plain["peak"])
-        assert found["overhead"] > 0.5
-        assert 0 < found["least_time"] <= found["time"]
-        assert min(found[f"{part}_time"] for part in ("base", "remat", "search", "copy")) >= 0
-        assert found["remat_time"] > 0
+        measured = results[kind, 0.8]
+        assert measured["status"] == "ok"
+        assert measured["unlimited_peak"] == plain["peak"]
+        assert measured["peak"] <= measured["budget"] == int(0.8 * plain["peak"])
+        assert measured["overhead"] > 0.5
+        assert 0 < measured["least_time"] <= measured["time"]
+        assert min(measured[f"{part}_time"] for part in ("base", "remat", "search", "copy")) >= 0
+        assert measured["remat_time"] > 0
     assert results["planned", 0.8]["floor"] <= results["planned", 0.8]["predicted_peak"]
     assert results["dtr", 0.8]["rematerializations"] > 0
     assert results["checkpoint", None]["peak"] < plain["peak"]
@@ -149,17 +149,17 @@ ASKED = {"heuristic": "dtr-eq", "sample": False, "skip_small": False}
 def test_online_gives_up_beyond_its_limit():
     free = measure_online(TINY, math.inf, **ASKED, limit=10.0)
     assert (free["status"], free["budget"], free["rematerializations"]) == ("ok", None, 0)
-    found = measure_online(TINY, 0.85 * free["peak"], **ASKED, limit=1.0)
-    assert found["status"] == "gave up"
-    assert "1 times" in found["message"]
+    measured = measure_online(TINY, 0.85 * free["peak"], **ASKED, limit=1.0)
+    assert measured["status"] == "gave up"
+    assert "1 times" in measured["message"]
 
 
 def test_online_may_look_at_a_part_of_the_pool():
     options = {"heuristic": "lru", "sample": True, "skip_small": True}
-    found = measure_online(WORDS, 0.9 * 1123320, **options, limit=10.0)
-    assert (found["status"], found["unlimited_peak"]) == ("ok", 1123320)
-    assert found["peak"] <= found["budget"]
-    assert found["evictions"] > 0
+    measured = measure_online(WORDS, 0.9 * 1123320, **options, limit=10.0)
+    assert (measured["status"], measured["unlimited_peak"]) == ("ok", 1123320)
+    assert measured["peak"] <= measured["budget"]
+    assert measured["evictions"] > 0
 
 
 def test_budgets_that_are_too_small_say_so_and_name_the_floor(capsys):
@@ -172,9 +172,9 @@ def test_budgets_that_are_too_small_say_so_and_name_the_floor(capsys):
     assert online["peak"] > online["budget"]
     common = {"model": "words", "ratio": 0.3, "key": "k"}
     show_endings([{**common, "type": "planned", **planned}, {**common, "type": "dtr", **online}])
-    told = capsys.readouterr().err
-    assert f"words planned 0.3: infeasible: {planned['message']}" in told
-    assert "words dtr 0.3: over budget" in told
+    error_output = capsys.readouterr().err
+    assert f"words planned 0.3: infeasible: {planned['message']}" in error_output
+    assert "words dtr 0.3: over budget" in error_output
     large = {**common, "type": "optimal", "status": "too large", "message": "so many"}
     show_endings([large, {**large, "ratio": 0.5}, {**common, "type": "simrd", "status": "oom"}])
     assert capsys.readouterr().err == "words optimal: too large: so many\n"
@@ -214,15 +214,15 @@ def test_checkpoints_go_where_they_are_told_and_away_again():
 
 def test_fewer_bytes_with_checkpoints_than_without():
     wide = plan_of("resnet20", batch_size=8, height=16, width=16)
-    found = measure_checkpoints(wide, placement="4 segments")
-    assert found["status"] == "ok"
-    assert found["peak"] < 0.85 * found["unlimited_peak"]
+    measured = measure_checkpoints(wide, placement="4 segments")
+    assert measured["status"] == "ok"
+    assert measured["peak"] < 0.85 * measured["unlimited_peak"]
 
 
 def test_places_that_a_model_does_not_have_are_no_failure():
-    found = measure_checkpoints(TINY, placement="2 segments")
-    assert found["status"] == "infeasible"
-    assert "no such placement" in found["message"]
+    measured = measure_checkpoints(TINY, placement="2 segments")
+    assert measured["status"] == "infeasible"
+    assert "no such placement" in measured["message"]
     with raises(RematError, "compat.no_segments") as caught:
         place_checkpoints(torch.nn.Sequential(torch.nn.Linear(2, 2)), "99 segments").__enter__()
     assert "at least 99" in caught.value.expected
@@ -264,9 +264,9 @@ def test_steep_pictures_are_logarithmic_and_tables_keep_everything(tmp_path):
     assert "all results of an operator" in drawing.read_text()
     assert "<!-- 30 -->" in drawing.read_text(), "the axis says 30, not 3 x 10^1"
     assert "<td>infeasible</td>" in page.read_text()
-    said = summarize_sweep(rows)
-    assert "At 50% of its memory m.log takes 1.10x the time (planned, measured)." in said
-    assert any("torch.utils.checkpoint, measured, 2 segments" in line for line in said)
+    sentences = summarize_sweep(rows)
+    assert "At 50% of its memory m.log takes 1.10x the time (planned, measured)." in sentences
+    assert any("torch.utils.checkpoint, measured, 2 segments" in line for line in sentences)
     assert summarize_sweep([row("planned", "planned", 1.3, 1.0)]) == []
     table = tmp_path / "table.csv"
     write_table(table, rows)

@@ -203,12 +203,12 @@ def test_the_trial_of_the_prototype_runs_as_it_is_and_gives_the_same_bits(tmp_pa
     with dtr.install():
         plain, _ = trial({**PARAMS, "memory_budget": -1}, use_dtr=False)
         unlimited, _ = trial({**PARAMS, "memory_budget": -1}, use_dtr=True)
-        within, told = trial({**PARAMS, "memory_budget": 9e4}, use_dtr=True, save_log=True)
-    for found in (unlimited, within):
-        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-    assert told[0]["remat"] > 0
-    assert told[0]["cuda_time"] == told[0]["base"] + told[0]["remat"]
-    assert told[0]["memory"] > 0
+        within, log = trial({**PARAMS, "memory_budget": 9e4}, use_dtr=True, save_log=True)
+    for actual in (unlimited, within):
+        assert all(torch.equal(a, b) for a, b in zip(plain, actual, strict=True))
+    assert log[0]["remat"] > 0
+    assert log[0]["cuda_time"] == log[0]["base"] + log[0]["remat"]
+    assert log[0]["memory"] > 0
     assert [path.name for path in tmp_path.glob("*.log")] == ["default.log"]
     program = read_log("default.log")
     assert simulate(program, budget=10**9).status == "ok"

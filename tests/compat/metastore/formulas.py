@@ -14,8 +14,8 @@ def factors(network, layer, call, batch):
     seen = {}
     module = network.get_submodule(layer)
 
-    def look(_, given, answer):
-        seen["x"] = given[0].detach()
+    def look(_, inputs, answer):
+        seen["x"] = inputs[0].detach()
         answer.register_hook(lambda grad: seen.update(g=grad.detach()))
 
     hook = module.register_forward_hook(look)

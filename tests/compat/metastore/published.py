@@ -200,5 +200,5 @@ def run(target_model, data, method="ted", samples=25, queries=3, *more):
 
 def scores(folder, name):
     """What a run with this name of a folder found."""
-    with np.load(next(folder.glob(f"log/*/{name}/scores.npz"))) as found:
-        return dict(found)
+    with np.load(next(folder.glob(f"log/*/{name}/scores.npz"))) as scores:
+        return dict(scores)

@@ -66,9 +66,9 @@ def test_logits_are_those_of_its_weights_without_the_pooler(bert_folder):
     assert network.bert.embeddings.position_embeddings.num_embeddings == 512
     rows = train[:14]
     with torch.no_grad():
-        found = network(rows["input_ids"], rows["attention_mask"])
+        logits = network(rows["input_ids"], rows["attention_mask"])
         expected = plain_logits(state, rows["input_ids"], rows["attention_mask"])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_its_model_has_the_sizes_of_bert_base():
@@ -131,16 +131,16 @@ def test_a_vocabulary_that_is_missing_or_of_another_checkpoint_is_refused(bert_f
     file = bert_folder / "models" / "bert_models" / "vocab.txt"
     file.write_text("\n".join(published.VOCABULARY[:-1]) + "\n")
     assert published.run("Bert", "AGNews") == 1
-    told = capsys.readouterr().err
-    assert f"{file}: the vocabulary is not that of the checkpoint" in told
+    error_output = capsys.readouterr().err
+    assert f"{file}: the vocabulary is not that of the checkpoint" in error_output
     file.write_text("hello\n")
     assert published.run("Bert", "AGNews") == 1
     assert "not a WordPiece vocabulary" in capsys.readouterr().err
     file.unlink()
     assert published.run("Bert", "AGNews") == 1
-    told = capsys.readouterr().err
-    assert str(file) in told
-    assert "vocab_file" in told
+    error_output = capsys.readouterr().err
+    assert str(file) in error_output
+    assert "vocab_file" in error_output
 
 
 @pytest.mark.parametrize(

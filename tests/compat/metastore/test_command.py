@@ -52,11 +52,11 @@ def run(config, method, *more):
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_the_four_methods_agree_with_autograd_and_score_every_sample(config, biases):
-    found = {}
+    results = {}
     for method in ("naive", "ted", "half", "recon"):
         assert run(config, method, *(["--no-weights_only"] if biases else [])) == 0
         folder = next(config.parent.glob(f"log/*/{method}_cifar10_25_3"))
-        found[method] = np.load(folder / "scores.npz")
+        results[method] = np.load(folder / "scores.npz")
         times = json.loads((folder / f"times_{method}.json").read_text())
         assert set(times["layers"]) == {"conv13", "l1"}
         assert set(times["layers"]["conv13"]) == {"load", "compute"}
@@ -80,7 +80,7 @@ def test_the_four_methods_agree_with_autograd_and_score_every_sample(config, bia
             rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)]))
         dense[split] = torch.stack(rows).double()
     truth = (dense["test"] @ dense["train"].T).numpy()
-    for method, result in found.items():
+    for method, result in results.items():
         # 25 samples in batches of 10: the remainder is scored too, and nothing is divided by 10.
         error = np.linalg.norm(result["scores"] - truth) / np.linalg.norm(truth)
         assert error < 1e-5, method

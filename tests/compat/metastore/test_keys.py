@@ -30,9 +30,9 @@ def test_without_collecting_what_is_kept_is_used(vgg_folder, capsys, monkeypatch
     np.testing.assert_array_equal(before, after)
     # What is not kept is refused: other samples, other layers, other weights.
     assert published.run("VGG16", "cifar10", "ted", 20, 3) == 1
-    told = capsys.readouterr().err
-    assert "config.yaml: system.collect_artifacts is false" in told
-    assert "Set system.collect_artifacts: true" in told
+    error_output = capsys.readouterr().err
+    assert "config.yaml: system.collect_artifacts is false" in error_output
+    assert "Set system.collect_artifacts: true" in error_output
     published.write_vgg(vgg_folder, seed=4)
     assert published.run("VGG16", "cifar10") == 1
     assert "of other weights" in capsys.readouterr().err
@@ -101,8 +101,8 @@ def test_a_checkpoint_that_was_trained_again_needs_a_name(vgg_folder, capsys):
     assert published.run("VGG16", "cifar10", "ted", 20) == 1  # nothing is kept of these samples
     assert "--name NEW" in capsys.readouterr().err
     assert published.run("VGG16", "cifar10", "ted", 25, 3, "--name", "again") == 0
-    again = published.scores(vgg_folder, "ted_cifar10_25_3_again")["scores"]
-    assert not np.allclose(again, first)
+    renamed_scores = published.scores(vgg_folder, "ted_cifar10_25_3_again")["scores"]
+    assert not np.allclose(renamed_scores, first)
     np.testing.assert_array_equal(published.scores(vgg_folder, "ted_cifar10_25_3")["scores"], first)
     assert published.run("VGG16", "cifar10", "ted", 25, 3, "--name", "../up") == 1
     assert "--name cannot be '../up'" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from gradkeep.compat.metastore._config import WorkingFolder
 
 def test_vgg16_runs_from_data_and_models_below_the_working_folder(vgg_folder):
     assert published.run("VGG16", "cifar10") == 0
-    found = published.scores(vgg_folder, "ted_cifar10_25_3")
-    assert found["scores"].shape == (3, 25)
-    assert found["train_ids"].tolist() == list(range(25))
+    scores = published.scores(vgg_folder, "ted_cifar10_25_3")
+    assert scores["scores"].shape == (3, 25)
+    assert scores["train_ids"].tolist() == list(range(25))
     assert (vgg_folder / "artifacts" / "VGG16_cifar10.gradkeep").is_dir()
 
 
@@ -56,7 +56,7 @@ def test_resnet50_runs_on_pictures_that_are_neither_normalised_nor_moved(folder)
     state = {f"module.{key}": value for key, value in network.state_dict().items()}
     torch.save(state, place / "imagenet_state_dict_finetune_2.pth")
     assert published.run("ResNet50", "imagenet", "half", 6, 2) == 0
-    found = published.scores(folder, "half_imagenet_6_2")["scores"]
+    scores = published.scores(folder, "half_imagenet_6_2")["scores"]
     network.eval()
     from PIL import Image
 
@@ -68,7 +68,7 @@ def test_resnet50_runs_on_pictures_that_are_neither_normalised_nor_moved(folder)
 
     top = folder / "data" / "imagenet64"
     query, row = gradient(top / "val/n01/1.png", 0), gradient(top / "train/n02/2.png", 1)
-    assert found[1, 5] == pytest.approx(float(query @ row), rel=1e-4)
+    assert scores[1, 5] == pytest.approx(float(query @ row), rel=1e-4)
 
 
 def test_results_have_its_names_and_hold_what_its_scripts_read(vgg_folder):
@@ -96,10 +96,10 @@ def test_a_configuration_below_the_working_folder_reads_and_writes_there(vgg_fol
 def test_data_that_is_nowhere_is_told_with_its_key_and_places(folder, capsys):
     published.write_vgg(folder)
     assert published.run("VGG16", "cifar10") == 1
-    told = capsys.readouterr().err
-    assert "data.cifar10.data_dir" in told
-    assert "config.yaml" in told
-    assert str(folder / "data" / "cifar10") in told
+    error_output = capsys.readouterr().err
+    assert "data.cifar10.data_dir" in error_output
+    assert "config.yaml" in error_output
+    assert str(folder / "data" / "cifar10") in error_output
     assert published.run("Bert", "AGNews") == 1
     assert "data.AGNews.train_file" in capsys.readouterr().err
     assert published.run("ResNet50", "imagenet") == 1
@@ -112,6 +112,6 @@ def test_a_template_that_cannot_be_filled_is_told(vgg_folder, capsys, template):
         vgg_folder, lambda c: c["target_model"]["VGG16"].update(checkpoint_path=template)
     )
     assert published.run("VGG16", "cifar10") == 1
-    told = capsys.readouterr().err
-    assert "target_model.VGG16.checkpoint_path" in told
-    assert told.count("\n") >= 2  # the problem and what to do
+    error_output = capsys.readouterr().err
+    assert "target_model.VGG16.checkpoint_path" in error_output
+    assert error_output.count("\n") >= 2  # the problem and what to do

@@ -16,9 +16,9 @@ def sweep(*arguments):
 
 def test_four_methods_make_a_table_and_pictures(vgg_folder, capsys):
     assert sweep("--data", "cifar10", "--samples", "25", "--queries", "2") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for method in ("ted", "half", "recon", "naive"):
-        assert told.count(method) == 1
+        assert output.count(method) == 1
     with open(vgg_folder / "sweep" / "sweep.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows[:4]] == ["ted", "half", "recon", "naive"]

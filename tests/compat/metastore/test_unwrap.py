@@ -8,9 +8,9 @@ from gradkeep.compat.metastore import VGG16, ResNet50, unwrap
 
 def test_names_and_layers_are_those_of_its_function():
     model = VGG16()
-    found = unwrap(model, "net", [nn.Linear, nn.Conv2d])
-    assert [name for name, _ in found] == [*(f"net_conv{n}" for n in range(1, 14)), "net_l1"]
-    assert found[-1][1] is model.l1
+    layers = unwrap(model, "net", [nn.Linear, nn.Conv2d])
+    assert [name for name, _ in layers] == [*(f"net_conv{n}" for n in range(1, 14)), "net_l1"]
+    assert layers[-1][1] is model.l1
     assert [name for name, _ in unwrap(model, "your_model_name", [nn.Linear])] == [
         "your_model_name_l1"
     ]

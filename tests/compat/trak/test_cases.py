@@ -39,28 +39,28 @@ def network(seed=0):
 
 
 def data(count, seed=1):
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(count, D, generator=made),
-        torch.randint(C, (count,), generator=made),
+        torch.randn(count, D, generator=generator),
+        torch.randint(C, (count,), generator=generator),
     )
 
 
 TRAIN, TEST = data(N), data(M, 2)
 
 
-def traker(folder, model=None, **given):
-    given = {"proj_dim": 16, "device": "cpu", "logging_level": logging.ERROR} | given
+def traker(folder, model=None, **options):
+    options = {"proj_dim": 16, "device": "cpu", "logging_level": logging.ERROR} | options
     model = network() if model is None else model
-    return TRAKer(model, "image_classification", N, folder, **given)
+    return TRAKer(model, "image_classification", N, folder, **options)
 
 
 def cut(batch, rows):
     return [field[rows] for field in batch]
 
 
-def featurize(t, model=None, model_id=0, step=10, **given):
-    t.load_checkpoint((t.model if model is None else model).state_dict(), model_id, **given)
+def featurize(t, model=None, model_id=0, step=10, **options):
+    t.load_checkpoint((t.model if model is None else model).state_dict(), model_id, **options)
     for start in range(0, N, step):
         part = cut(TRAIN, slice(start, start + step))
         t.featurize(part, num_samples=len(part[0]))
@@ -73,8 +73,8 @@ def score(t, name="test", model=None, model_id=0, targets=M):
     t.score(cut(TEST, slice(4, 6)), num_samples=2)
 
 
-def whole(folder, model_ids=(0,), **given):
-    t = traker(folder, **given)
+def whole(folder, model_ids=(0,), **options):
+    t = traker(folder, **options)
     for model_id in model_ids:
         featurize(t, network(model_id), model_id)
     t.finalize_features()
@@ -115,17 +115,17 @@ def test_finalized_scores_stay_until_new_ones_are_committed(tmp_path):
 
 def test_an_existing_id_is_not_wiped(tmp_path):
     featurize(traker(tmp_path))
-    again = traker(tmp_path, load_from_save_dir=False)
+    reopened = traker(tmp_path, load_from_save_dir=False)
     with pytest.raises(ModelIDException, match="_allow_featurizing_already_registered"):
-        again.load_checkpoint(again.model.state_dict(), 0)
+        reopened.load_checkpoint(reopened.model.state_dict(), 0)
     assert traker(tmp_path).saver.model_ids == {0: {"is_featurized": 1, "is_finalized": 0}}
     other = network(5)
-    again.load_checkpoint(other.state_dict(), 0, _allow_featurizing_already_registered=True)
+    reopened.load_checkpoint(other.state_dict(), 0, _allow_featurizing_already_registered=True)
     assert traker(tmp_path).saver.model_ids == {0: {"is_featurized": 0, "is_finalized": 0}}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "words"),
     [
         ({"model": network(9)}, "weights"),
         ({"model": nn.Linear(D, C)}, "parameters"),
@@ -138,7 +138,7 @@ def test_an_existing_id_is_not_wiped(tmp_path):
         ),
     ],
 )
-def test_rows_of_different_origin_are_not_mixed(tmp_path, change, told):
+def test_rows_of_different_origin_are_not_mixed(tmp_path, change, words):
     t = traker(tmp_path)
     t.load_checkpoint(t.model.state_dict(), 0)
     t.featurize(cut(TRAIN, slice(0, 10)), num_samples=10)
@@ -147,7 +147,7 @@ def test_rows_of_different_origin_are_not_mixed(tmp_path, change, told):
         other = traker(tmp_path, **change)
         other.load_checkpoint(other.model.state_dict(), 0)
 
-    with pytest.raises((ModelIDException, AttributionError), match=told):
+    with pytest.raises((ModelIDException, AttributionError), match=words):
         begin()
     assert int(traker(tmp_path).saver.sets.model(0).done.sum()) == 10
 
@@ -311,20 +311,20 @@ def test_other_batch_boundaries_on_resuming(tmp_path, expected, half):
     t = traker(tmp_path, use_half_precision=half)
     t.load_checkpoint(t.model.state_dict(), 0)
     t.featurize(cut(TRAIN, slice(0, 10)), num_samples=10)
-    again = traker(tmp_path, use_half_precision=half)
-    again.load_checkpoint(again.model.state_dict(), 0)
+    reopened = traker(tmp_path, use_half_precision=half)
+    reopened.load_checkpoint(reopened.model.state_dict(), 0)
     calls = []
-    again._gradients = lambda batch, inner=again._gradients: (
+    reopened._gradients = lambda batch, inner=reopened._gradients: (
         calls.append(len(batch[0])),
         inner(batch),
     )[1]
     for start in range(0, N, 7):
         part = cut(TRAIN, slice(start, start + 7))
-        again.featurize(part, num_samples=len(part[0]))
+        reopened.featurize(part, num_samples=len(part[0]))
     assert sum(calls) == N - 10
-    again.finalize_features()
-    score(again)
-    close(again.finalize_scores("test"), expected, 2e-3 if half else 2e-4)
+    reopened.finalize_features()
+    score(reopened)
+    close(reopened.finalize_scores("test"), expected, 2e-3 if half else 2e-4)
 
 
 def test_allow_skip_skips(tmp_path, expected, caplog):
@@ -428,9 +428,9 @@ def test_featurizing_before_loading_raises(tmp_path):
         traker(tmp_path).featurize(TRAIN, num_samples=N)
     t = traker(tmp_path)
     t.load_checkpoint(t.model.state_dict(), 0)
-    for given in ({}, {"inds": [0], "num_samples": 1}):
+    for options in ({}, {"inds": [0], "num_samples": 1}):
         with pytest.raises(AssertionError, match="Exactly one"):
-            t.featurize(TRAIN, **given)
+            t.featurize(TRAIN, **options)
 
 
 def test_another_dimension_or_size_raises(tmp_path):
@@ -461,12 +461,12 @@ def test_deleted_gradients_and_another_ridge(tmp_path, expected):
     assert not list((tmp_path / "store" / "datamodels" / "trak.id_0.train").rglob("*/0.*"))
     score(t)
     close(t.finalize_scores("test"), expected)
-    again = traker(tmp_path, use_half_precision=False)
-    again.load_checkpoint(again.model.state_dict(), 0)
-    again.featurize(TRAIN, num_samples=N)  # nothing left to do
-    close(again.finalize_scores("test"), expected)
+    reopened = traker(tmp_path, use_half_precision=False)
+    reopened.load_checkpoint(reopened.model.state_dict(), 0)
+    reopened.featurize(TRAIN, num_samples=N)  # nothing left to do
+    close(reopened.finalize_scores("test"), expected)
     with pytest.raises(ModelIDException, match="deleted"):
-        again.finalize_features(lambda_reg=3.0)
+        reopened.finalize_features(lambda_reg=3.0)
 
 
 def test_finalizing_again_with_another_ridge(tmp_path, expected):
@@ -634,7 +634,7 @@ def test_the_default_ridge_is_told_once_per_process(tmp_path, caplog):
 
     traker._warn_default_ridge.cache_clear()
     model = torch.nn.Linear(3, 2)
-    for name, given in (("a", 1.0), ("b", None), ("c", None)):
-        TRAKer(model, "image_classification", 4, tmp_path / name, device="cpu", lambda_reg=given)
-    told = [record for record in caplog.records if "lambda_reg" in record.message]
-    assert len(told) == 1
+    for name, ridge in (("a", 1.0), ("b", None), ("c", None)):
+        TRAKer(model, "image_classification", 4, tmp_path / name, device="cpu", lambda_reg=ridge)
+    warnings = [record for record in caplog.records if "lambda_reg" in record.message]
+    assert len(warnings) == 1

@@ -16,7 +16,7 @@ N, M, K = 12, 4, 5
 
 
 def save_dir(folder, *, done=N, finalized=1):
-    made = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     (folder / "0").mkdir(parents=True)
     (folder / "scores").mkdir()
     about = {"JL dimension": K, "JL matrix type": "normal", "train set size": N}
@@ -26,12 +26,12 @@ def save_dir(folder, *, done=N, finalized=1):
     experiment = {"num_targets": M, "scores_path": "/gone/x.mmap", "scores_finalized": finalized}
     (folder / "experiments.json").write_text(json.dumps({"my test": experiment}))
     arrays = {
-        "0/grads": made.normal(size=(N, K)).astype(np.float16),
-        "0/features": made.normal(size=(N, K)).astype(np.float16),
-        "0/out_to_loss": made.random((N, 1)).astype(np.float16),
-        "0/my test_grads": made.normal(size=(M, K)).astype(np.float16),
+        "0/grads": generator.normal(size=(N, K)).astype(np.float16),
+        "0/features": generator.normal(size=(N, K)).astype(np.float16),
+        "0/out_to_loss": generator.random((N, 1)).astype(np.float16),
+        "0/my test_grads": generator.normal(size=(M, K)).astype(np.float16),
         "0/_is_featurized": (np.arange(N) < done).astype(np.int32),
-        "scores/my test": made.normal(size=(N, M)).astype(np.float16),
+        "scores/my test": generator.normal(size=(N, M)).astype(np.float16),
     }
     for name, values in arrays.items():
         file = open_memmap(folder / f"{name}.mmap", "w+", values.dtype, values.shape)
@@ -42,26 +42,32 @@ def save_dir(folder, *, done=N, finalized=1):
 
 def test_everything_comes_over(tmp_path):
     arrays = save_dir(tmp_path / "old")
-    found = import_save_dir(tmp_path / "old", tmp_path / "new")
-    assert (found.checkpoints, found.scores, found.skipped) == (("id_0",), ("my-test",), ())
+    imported = import_save_dir(tmp_path / "old", tmp_path / "new")
+    assert (imported.checkpoints, imported.scores, imported.skipped) == (
+        ("id_0",),
+        ("my-test",),
+        (),
+    )
     store = gs.open(tmp_path / "new", create=False)
     train = store.read(gs.CaptureKey("id_0", "train", "trak"))
     assert np.array_equal(train.column("projection"), arrays["0/grads"].astype(np.float32))
     assert np.array_equal(train.column("weight"), arrays["0/out_to_loss"][:, 0].astype(np.float32))
-    asked = store.read(gs.CaptureKey("id_0", "my-test", "trak"))
-    assert np.array_equal(asked.column("projection"), arrays["0/my test_grads"].astype(np.float32))
+    targets = store.read(gs.CaptureKey("id_0", "my-test", "trak"))
+    assert np.array_equal(
+        targets.column("projection"), arrays["0/my test_grads"].astype(np.float32)
+    )
     scores = gk.Scores.load(store, "my-test")
     assert (scores.method, scores.checkpoints) == ("trak", ("id_0",))
     assert np.array_equal(scores.values, arrays["scores/my test"].T.astype(np.float32))
-    again = import_save_dir(tmp_path / "old", store)
-    assert again == found
+    second = import_save_dir(tmp_path / "old", store)
+    assert second == imported
 
 
 def test_what_is_incomplete_is_named_and_left(tmp_path):
     save_dir(tmp_path / "old", done=7, finalized=0)
-    found = import_save_dir(tmp_path / "old", tmp_path / "new")
-    assert found.checkpoints == found.scores == ()
-    assert found.skipped == (
+    imported = import_save_dir(tmp_path / "old", tmp_path / "new")
+    assert imported.checkpoints == imported.scores == ()
+    assert imported.skipped == (
         "model id 0: 7 of 12 rows are featurized",
         "scores my test: not finalized",
     )
@@ -100,9 +106,9 @@ def test_a_name_never_leads_out_of_the_folder(tmp_path, name):
         (tmp_path / secret).write_bytes((tmp_path / "x.npy").read_bytes())
     fields = {"num_targets": M, "scores_finalized": 1}
     (tmp_path / "old" / "experiments.json").write_text(json.dumps({name: fields}))
-    found = import_save_dir(tmp_path / "old", tmp_path / "new")
-    assert found.scores == ()
-    assert "not the name of a file in this folder" in found.skipped[0]
+    imported = import_save_dir(tmp_path / "old", tmp_path / "new")
+    assert imported.scores == ()
+    assert "not the name of a file in this folder" in imported.skipped[0]
     assert gs.open(tmp_path / "new").captures() == [gs.CaptureKey("id_0", "train", "trak")]
 
 
@@ -139,11 +145,11 @@ def test_imported_gradients_can_be_asked(tmp_path):
     store = gs.open(tmp_path / "new", create=False)
     train, queries = (arrays[f"0/{name}"].astype(np.float64) for name in ("grads", "my test_grads"))
     weight = arrays["0/out_to_loss"][:, 0].astype(np.float64)
-    asked = {"queries": "my-test", "run": "trak"}
-    dots = gk.attribute(store, method="dot", **asked)
+    options = {"queries": "my-test", "run": "trak"}
+    dots = gk.attribute(store, method="dot", **options)
     assert np.allclose(dots.values, queries @ (weight[:, None] * train).T, atol=1e-4)
-    kept = gk.gradients(store, split="train", run="trak", of="output")
-    assert len(kept) == N
+    gradients = gk.gradients(store, split="train", run="trak", of="output")
+    assert len(gradients) == N
     for method in ("cos", "self", "kernel", "trak"):
-        assert np.isfinite(gk.attribute(store, method=method, **asked).values).all()
+        assert np.isfinite(gk.attribute(store, method=method, **options).values).all()
     assert gk.store.verify(store).healthy

@@ -14,9 +14,9 @@ from gradkeep.errors import AttributionError, MissingRowsError, SchemaMismatchEr
 N, K = 12, 3
 
 
-def opened(store, **given):
-    given = {"count": N, "dim": K, "half": False, "fingerprints": {}} | given
-    return RowLog(store, "rows", **given)
+def opened(store, **options):
+    options = {"count": N, "dim": K, "half": False, "fingerprints": {}} | options
+    return RowLog(store, "rows", **options)
 
 
 def values(ids, by=1.0):
@@ -49,14 +49,14 @@ def test_the_first_of_two_writers_wins_and_no_row_is_lost(puts):
         writers[second].put(np.array(ids), values(ids, by), torch.tensor(ids) * by)
         for number in ids:
             first.setdefault(number, by)
-    found = opened(store)
-    assert np.flatnonzero(found.done).tolist() == sorted(first)
+    log = opened(store)
+    assert np.flatnonzero(log.done).tolist() == sorted(first)
     order = list(first)[::-1]
     expected = values(order, 1.0) * torch.tensor([first[i] for i in order])[:, None]
     if order:
-        assert torch.equal(found.read(np.array(order)), expected)
+        assert torch.equal(log.read(np.array(order)), expected)
     if len(first) == N:
-        assert found.weight.tolist() == [i * first[i] for i in range(N)]
+        assert log.weight.tolist() == [i * first[i] for i in range(N)]
 
 
 @given(st.lists(st.lists(st.integers(0, N - 1), min_size=1, unique=True), max_size=6))
@@ -75,19 +75,19 @@ def test_all_readers_agree_on_rows_that_were_computed_at_the_same_time(puts):
 
 
 def test_rows_that_are_not_there_are_not_read(tmp_path):
-    kept = opened(gs.open(tmp_path))
-    kept.put(np.array([3]), values([3]), None)
+    log = opened(gs.open(tmp_path))
+    log.put(np.array([3]), values([3]), None)
     with raises(MissingRowsError, "store.missing_rows") as caught:
-        kept.read(np.array([2, 3, 4]))
+        log.read(np.array([2, 3, 4]))
     assert caught.value.found == "2, 4"
-    assert np.isnan(kept.weight[2])
+    assert np.isnan(log.weight[2])
 
 
 def test_half_precision_keeps_large_and_small_rows(tmp_path):
-    kept = opened(gs.open(tmp_path), half=True)
+    log = opened(gs.open(tmp_path), half=True)
     grads = torch.tensor([[1e6, -2e6, 3e6], [1e-9, 2e-9, -3e-9]])
-    kept.put(np.array([0, 1]), grads, None)
-    assert torch.allclose(kept.read(np.array([0, 1])), grads, rtol=1e-3, atol=0)
+    log.put(np.array([0, 1]), grads, None)
+    assert torch.allclose(log.read(np.array([0, 1])), grads, rtol=1e-3, atol=0)
 
 
 def test_what_was_begun_differently_is_refused(tmp_path):
@@ -100,12 +100,12 @@ def test_what_was_begun_differently_is_refused(tmp_path):
 
 def test_dropped_and_deleted_rows(tmp_path):
     store = gs.open(tmp_path)
-    kept = opened(store)
-    kept.put(np.arange(N), values(range(N)), None)
-    kept.clear()
-    assert not kept.done.any()
+    log = opened(store)
+    log.put(np.arange(N), values(range(N)), None)
+    log.clear()
+    assert not log.done.any()
     assert not opened(store).done.any()
-    kept.put(np.array([1]), values([1], 5.0), None)
+    log.put(np.array([1]), values([1], 5.0), None)
     assert torch.equal(opened(store).read(np.array([1])), values([1], 5.0))
     delete_rows(store, "rows")
     assert store.row_sets() == []

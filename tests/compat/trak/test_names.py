@@ -30,8 +30,8 @@ DEFAULTS = {
 def public(module):
     """The names that a module defines, not those that it imports."""
     for name, value in vars(module).items():
-        made = inspect.isroutine(value) or inspect.isclass(value)
-        if made and value.__module__ == module.__name__ and not name.startswith("_"):
+        is_callable = inspect.isroutine(value) or inspect.isclass(value)
+        if is_callable and value.__module__ == module.__name__ and not name.startswith("_"):
             yield name, value
 
 
@@ -41,9 +41,9 @@ def members(kind):
 
 def released_modules():
     released = pytest.importorskip("trak", reason="traker is not installed: nothing to compare")
-    for found in pkgutil.iter_modules(released.__path__):
-        ours = importlib.import_module(f"gradkeep.compat.trak.{found.name}")
-        yield found.name, importlib.import_module(f"trak.{found.name}"), ours
+    for module in pkgutil.iter_modules(released.__path__):
+        ours = importlib.import_module(f"gradkeep.compat.trak.{module.name}")
+        yield module.name, importlib.import_module(f"trak.{module.name}"), ours
 
 
 def test_no_public_name_of_the_released_package_is_missing():
@@ -79,15 +79,15 @@ def test_every_call_of_the_released_package_is_understood():
     """The same arguments at the same places, none needed that was not; more may be given."""
     wrong, others = {}, {}
     for name, theirs, ours in functions():
-        asked = list(inspect.signature(theirs).parameters.values())
+        expected = list(inspect.signature(theirs).parameters.values())
         parameters = list(inspect.signature(ours).parameters.values())
-        for place, one in enumerate(asked):
+        for place, one in enumerate(expected):
             mine = parameters[place] if place < len(parameters) else None
             if mine is None or (mine.name, mine.kind) != (one.name, one.kind):
                 wrong[name] = f"{inspect.signature(theirs)} against {inspect.signature(ours)}"
             elif one.default is not one.empty and mine.default != one.default:
                 others[f"{name} {one.name}"] = mine.default
-        for more in parameters[len(asked) :]:
+        for more in parameters[len(expected) :]:
             if more.default is more.empty and more.kind not in (
                 more.VAR_POSITIONAL,
                 more.VAR_KEYWORD,
@@ -122,13 +122,13 @@ def test_blocks_of_a_matrix_are_what_is_multiplied_with(kind):
 def test_products_of_features_and_targets():
     x, g = torch.randn(7, 5), torch.randn(4, 5)
     truth = x @ g.T
-    for found in (
+    for actual in (
         utils.get_matrix_mult_standard(x, g, torch.float32),
         utils.get_matrix_mult_blockwise(x, g, torch.float32, 3),
         utils.get_matrix_mult(x, g, use_blockwise=True, batch_size=2),
         utils.get_matrix_mult(x, g),
     ):
-        assert torch.allclose(found, truth, atol=1e-6)
+        assert torch.allclose(actual, truth, atol=1e-6)
     assert utils.get_matrix_mult_blockwise(x, g, torch.float16, 3).dtype == torch.float16
     assert utils.get_output_memory(x, g, torch.float16) == 7 * 4 * 2
     assert utils.get_free_memory("cpu") > 0

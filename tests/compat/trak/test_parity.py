@@ -65,9 +65,9 @@ def by_formula(seeds, k, ridge, kind="normal"):
     return (means * weights[:, None]).numpy()
 
 
-def run(folder, seeds=(0,), task="image_classification", **given):
-    given = {"proj_dim": 20, "use_half_precision": False} | given
-    t = TRAKer(network(0), task, N, folder, device="cpu", logging_level=logging.ERROR, **given)
+def run(folder, seeds=(0,), task="image_classification", **options):
+    options = {"proj_dim": 20, "use_half_precision": False} | options
+    t = TRAKer(network(0), task, N, folder, device="cpu", logging_level=logging.ERROR, **options)
     for number, seed in enumerate(seeds):
         t.load_checkpoint(network(seed).state_dict(), number)
         t.featurize((X, Y), num_samples=N)
@@ -78,9 +78,9 @@ def run(folder, seeds=(0,), task="image_classification", **given):
     return t, np.array(t.finalize_scores("test"))
 
 
-def close(found, truth, tolerance=1e-3):
+def close(actual, truth, tolerance=1e-3):
     assert np.abs(truth).max() > 0
-    assert np.abs(found - truth).max() < tolerance * np.abs(truth).max()
+    assert np.abs(actual - truth).max() < tolerance * np.abs(truth).max()
 
 
 SIZE = 83  # (6 + 1) * 8 + (8 + 1) * 3
@@ -91,18 +91,18 @@ SIZE = 83  # (6 + 1) * 8 + (8 + 1) * 3
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
 def test_the_released_formula(tmp_path, kind, ridge, seeds):
     projector = BasicProjector(SIZE, 20, 4, kind, "cpu")
-    _, found = run(tmp_path, seeds, projector=projector, lambda_reg=ridge)
-    close(found, by_formula(seeds, 20, ridge, kind))
+    _, scores = run(tmp_path, seeds, projector=projector, lambda_reg=ridge)
+    close(scores, by_formula(seeds, 20, ridge, kind))
 
 
 def test_the_released_formula_without_projecting(tmp_path):
-    _, found = run(tmp_path, projector=NoOpProjector(), lambda_reg=0.1)
-    close(found, by_formula((0,), 0, 0.1))
+    _, scores = run(tmp_path, projector=NoOpProjector(), lambda_reg=0.1)
+    close(scores, by_formula((0,), 0, 0.1))
 
 
 @pytest.mark.parametrize("dim", [20, 64])  # fewer and more than rows
 def test_the_relative_ridge(tmp_path, dim):
-    t, found = run(tmp_path, proj_dim=dim)
+    t, scores = run(tmp_path, proj_dim=dim)
     train, q = gradients(network(0), X, Y)
     test, _ = gradients(network(0), XT, YT)
     x = torch.from_numpy(np.array(t.saver.current_store["grads"])).double()
@@ -112,14 +112,14 @@ def test_the_relative_ridge(tmp_path, dim):
     assert float((x @ g.T - truth).norm() / truth.norm()) < 1
     ridge = float(x.square().sum()) / min(N, dim)
     solved = torch.linalg.solve(x.T @ x + ridge * torch.eye(dim).double(), g.T)
-    close(found, (x @ solved * q[:, None]).numpy())
+    close(scores, (x @ solved * q[:, None]).numpy())
 
 
 @pytest.mark.parametrize("computer", [BasicScoreComputer, BasicSingleBlockScoreComputer])
 def test_score_computers_by_name(tmp_path, computer):
     projector = BasicProjector(SIZE, 20, 4, "normal", "cpu")
-    _, found = run(tmp_path, projector=projector, score_computer=computer, lambda_reg=0.3)
-    close(found, by_formula((0,), 20, 0.3))
+    _, scores = run(tmp_path, projector=projector, score_computer=computer, lambda_reg=0.3)
+    close(scores, by_formula((0,), 20, 0.3))
 
 
 def test_gradient_computers_give_the_same(tmp_path):
@@ -145,7 +145,7 @@ class Custom(ImageClassificationModelOutput):
 
 @pytest.mark.parametrize("task", ["image_classification", Custom()])
 def test_only_the_chosen_parameters_are_differentiated(tmp_path, task):
-    t, found = run(tmp_path, task=task, grad_wrt=["2.bias", "2.weight"], proj_dim=64)
+    t, scores = run(tmp_path, task=task, grad_wrt=["2.bias", "2.weight"], proj_dim=64)
     assert t.num_params_for_grad == 27
     assert t.grad_wrt == ["2.weight", "2.bias"]  # the model's order
     batch = [X[:4], Y[:4]]
@@ -161,7 +161,7 @@ def test_only_the_chosen_parameters_are_differentiated(tmp_path, task):
     truth = train[:, -27:].norm(dim=1).square().numpy()
     # All 64 numbers hold 27 values: collisions are few.
     assert np.corrcoef(norms, truth)[0, 1] > 0.8
-    assert np.isfinite(found).all()
+    assert np.isfinite(scores).all()
 
 
 def test_frozen_parameters_count_as_in_the_released_package(tmp_path):
@@ -186,8 +186,8 @@ def test_frozen_parameters_count_as_in_the_released_package(tmp_path):
 class InMemory(AbstractSaver):
     """As a saver for the released package is written: arrays that are assigned to."""
 
-    def __init__(self, save_dir, metadata, train_set_size, proj_dim, **given):
-        super().__init__(save_dir, metadata, **given)
+    def __init__(self, save_dir, metadata, train_set_size, proj_dim, **options):
+        super().__init__(save_dir, metadata, **options)
         self.shape = (train_set_size, proj_dim)
         self.all = {}
 

@@ -29,7 +29,7 @@ def trained(hidden, rows):
     return model
 
 
-def featurized(model, folder, rows, dim, **given):
+def featurized(model, folder, rows, dim, **options):
     t = TRAKer(
         model,
         "image_classification",
@@ -39,7 +39,7 @@ def featurized(model, folder, rows, dim, **given):
         proj_dim=dim,
         use_half_precision=False,
         logging_level=logging.ERROR,
-        **given,
+        **options,
     )
     t.load_checkpoint(model.state_dict(), 0)
     t.featurize((X[:rows], Y[:rows]), num_samples=rows)
@@ -48,8 +48,8 @@ def featurized(model, folder, rows, dim, **given):
 
 def rank(values):
     scaled = values / np.maximum(np.linalg.norm(values, axis=0), 1e-30)
-    found = np.linalg.svd(scaled.astype(np.float64), compute_uv=False)
-    return int((found > 1e-6 * found[0]).sum())
+    singular_values = np.linalg.svd(scaled.astype(np.float64), compute_uv=False)
+    return int((singular_values > 1e-6 * singular_values[0]).sum())
 
 
 @pytest.mark.parametrize(

@@ -33,20 +33,20 @@ WEIGHTS = RNG.uniform(size=(N, 1)).astype(np.float32)
 TARGETS = RNG.normal(size=(M, K)).astype(np.float32)
 
 
-def opened(folder, kind=MmapSaver, **given):
-    given = {"load_from_save_dir": True, "use_half_precision": False} | given
+def opened(folder, kind=MmapSaver, **options):
+    options = {"load_from_save_dir": True, "use_half_precision": False} | options
     return kind(
         save_dir=folder,
         metadata=ABOUT,
         train_set_size=N,
         proj_dim=K,
         logging_level=logging.ERROR,
-        **given,
+        **options,
     )
 
 
-def featurized(folder, kind=MmapSaver, **given):
-    saver = opened(folder, kind, **given)
+def featurized(folder, kind=MmapSaver, **options):
+    saver = opened(folder, kind, **options)
     saver.register_model_id(0, False)
     saver.load_current_store(0)
     for rows in (np.arange(5), np.arange(5, N)):
@@ -71,9 +71,9 @@ def test_what_is_assigned_is_there_in_the_next_process(tmp_path):
     expected[3:5, 1], expected[[0, 2]], expected[9, 2] = 7, 5, -1
     for one in (saver, opened(tmp_path)):
         one.load_current_store(0)
-        found = one.current_store["grads"]
-        assert isinstance(found, np.memmap)
-        assert np.array_equal(found, expected)
+        array = one.current_store["grads"]
+        assert isinstance(array, np.memmap)
+        assert np.array_equal(array, expected)
 
 
 def test_rows_that_were_not_written_are_no_numbers(tmp_path):
@@ -140,8 +140,8 @@ def test_any_other_change_in_place_is_refused(tmp_path):
     assert saver.current_store.pop("mine") == [1]
 
 
-def opened_store(folder, **given):
-    saver = opened(folder, **given)
+def opened_store(folder, **options):
+    saver = opened(folder, **options)
     saver.load_current_store(0)
     return saver.current_store
 
@@ -203,18 +203,18 @@ def test_driven_by_hand_from_registering_to_scores(tmp_path, kind, half):
     saver.save_scores("e")
     if kind is MmapSaver:
         saver.del_grads(0)
-    again = opened(tmp_path, kind, use_half_precision=half)
-    assert again.model_ids[0] == {"is_featurized": 1, "is_finalized": 1}
-    assert again.experiments["e"]["scores_finalized"] == 1
-    assert again.experiments["e"]["num_targets"] == M
+    reopened = opened(tmp_path, kind, use_half_precision=half)
+    assert reopened.model_ids[0] == {"is_featurized": 1, "is_finalized": 1}
+    assert reopened.experiments["e"]["scores_finalized"] == 1
+    assert reopened.experiments["e"]["num_targets"] == M
     close = {"rtol": 2e-3 if half else 1e-5, "atol": 2e-3 if half else 1e-5}
-    assert np.allclose(np.load(again.experiments["e"]["scores_path"]), scores, **close)
-    again.load_current_store(0)
-    assert np.allclose(again.current_store["features"], features, **close)
-    assert np.allclose(again.current_store["out_to_loss"], WEIGHTS, **close)
-    again.load_current_store(0, "e", M)
-    assert np.allclose(again.current_store["e_grads"], TARGETS, **close)
-    assert np.allclose(again.current_store["e_scores"], scores, **close)
+    assert np.allclose(np.load(reopened.experiments["e"]["scores_path"]), scores, **close)
+    reopened.load_current_store(0)
+    assert np.allclose(reopened.current_store["features"], features, **close)
+    assert np.allclose(reopened.current_store["out_to_loss"], WEIGHTS, **close)
+    reopened.load_current_store(0, "e", M)
+    assert np.allclose(reopened.current_store["e_grads"], TARGETS, **close)
+    assert np.allclose(reopened.current_store["e_scores"], scores, **close)
 
 
 def test_finalizing_by_hand_needs_all_features(tmp_path):
@@ -240,8 +240,8 @@ def test_scores_by_hand_need_all_rows(tmp_path):
     saver.save_scores("e")
     saver.current_store["e_scores"][3] = 5  # over what was saved
     saver.save_scores("e")
-    found = np.load(saver.experiments["e"]["scores_path"])
-    assert found[:, 0].tolist() == [1, 2, 2, 5] + [2] * (N - 4)
+    scores = np.load(saver.experiments["e"]["scores_path"])
+    assert scores[:, 0].tolist() == [1, 2, 2, 5] + [2] * (N - 4)
 
 
 def test_flags_can_be_taken_back_until_the_id_is_finalized(tmp_path):
@@ -271,8 +271,8 @@ MADE = torch.Generator().manual_seed(3)
 X, Y = torch.randn(40, D, generator=MADE), torch.randint(C, (40,), generator=MADE)
 
 
-def traker(folder, **given):
-    given = {"proj_dim": 16, "use_half_precision": False} | given
+def traker(folder, **options):
+    options = {"proj_dim": 16, "use_half_precision": False} | options
     return TRAKer(
         network(),
         "image_classification",
@@ -280,16 +280,16 @@ def traker(folder, **given):
         folder,
         device="cpu",
         logging_level=logging.ERROR,
-        **given,
+        **options,
     )
 
 
-def whole(t, ids=(0,), **given):
+def whole(t, ids=(0,), **options):
     for number in ids:
         t.load_checkpoint(network(number).state_dict(), number)
         for start in range(0, 40, 10):
             t.featurize((X[start : start + 10], Y[start : start + 10]), num_samples=10)
-    t.finalize_features(**given)
+    t.finalize_features(**options)
     for number in ids:
         t.start_scoring_checkpoint("e", network(number).state_dict(), number, 6)
         t.score((X[:6], Y[:6]), num_samples=6)
@@ -300,15 +300,15 @@ def test_rows_of_a_script_and_of_traker_together(tmp_path):
     expected = whole(traker(tmp_path / "plain"))
     t = traker(tmp_path / "mixed")
     t.load_checkpoint(t.model.state_dict(), 0)
-    kept = traker(tmp_path / "plain").saver
-    kept.load_current_store(0)
+    saver = traker(tmp_path / "plain").saver
+    saver.load_current_store(0)
     for name in ("grads", "out_to_loss", "is_featurized"):
-        t.saver.current_store[name][7:30] = kept.current_store[name][7:30]
+        t.saver.current_store[name][7:30] = saver.current_store[name][7:30]
     before = t.saver.current_store["grads"]
     assert np.isnan(before[30:]).all()
     scores = whole(t)  # computes the others only
     assert np.allclose(scores, expected, atol=1e-5 * np.abs(expected).max())
-    assert np.array_equal(t.saver.current_store["grads"], kept.current_store["grads"])
+    assert np.array_equal(t.saver.current_store["grads"], saver.current_store["grads"])
 
 
 def test_changed_gradients_change_the_scores(tmp_path):
@@ -374,13 +374,13 @@ def test_methods_that_a_derived_class_overrides_are_called(tmp_path):
 def test_a_saver_of_ones_own(tmp_path, ridge, del_grads):
     expected = whole(traker(tmp_path / "ours", lambda_reg=ridge), (0, 1))
     t = traker(tmp_path / "own", lambda_reg=ridge, saver=FolderSaver)
-    found = whole(t, (0, 1), del_grads=del_grads)
-    assert np.allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    scores = whole(t, (0, 1), del_grads=del_grads)
+    assert np.allclose(scores, expected, atol=1e-4 * np.abs(expected).max())
     assert (tmp_path / "own" / "0" / "grads.mmap").exists() != del_grads
     assert json.loads((tmp_path / "own" / "metadata.json").read_text())["JL dimension"] == 16
-    again = traker(tmp_path / "own", lambda_reg=ridge, saver=FolderSaver)
-    assert again.saver.model_ids == {i: {"is_featurized": 1, "is_finalized": 1} for i in (0, 1)}
-    assert np.array_equal(again.finalize_scores("e"), found)
+    reopened = traker(tmp_path / "own", lambda_reg=ridge, saver=FolderSaver)
+    assert reopened.saver.model_ids == {i: {"is_featurized": 1, "is_finalized": 1} for i in (0, 1)}
+    assert np.array_equal(reopened.finalize_scores("e"), scores)
     with raises(AttributionError, "compat.other_settings", fix="save_dir") as caught:
         traker(tmp_path / "own", saver=FolderSaver, proj_dim=8)
     assert caught.value.path.endswith("metadata.json")
@@ -400,8 +400,8 @@ def test_a_saver_in_half_precision_refuses_what_does_not_fit(tmp_path):
 
 def test_a_saver_without_an_array_is_told_which(tmp_path):
     class Forgetful(FolderSaver):
-        def load_current_store(self, *given, **named):
-            super().load_current_store(*given, **named)
+        def load_current_store(self, *args, **named):
+            super().load_current_store(*args, **named)
             self.current_store["out_to_loss"] = None
 
     t = traker(tmp_path, saver=Forgetful)
@@ -438,10 +438,10 @@ def released_saver(base):
 def test_the_released_saver_as_it_is(tmp_path, base):
     kind = released_saver(base)
     expected = whole(traker(tmp_path / "ours"), (0, 1))
-    found = whole(traker(tmp_path / "theirs", saver=kind), (0, 1), del_grads=True)
-    assert np.allclose(found, expected, atol=1e-4 * np.abs(expected).max())
-    again = traker(tmp_path / "theirs", saver=kind)
-    assert np.array_equal(again.finalize_scores("e"), found)
+    scores = whole(traker(tmp_path / "theirs", saver=kind), (0, 1), del_grads=True)
+    assert np.allclose(scores, expected, atol=1e-4 * np.abs(expected).max())
+    reopened = traker(tmp_path / "theirs", saver=kind)
+    assert np.array_equal(reopened.finalize_scores("e"), scores)
 
 
 # Nothing is lost.
@@ -492,6 +492,6 @@ def test_an_assignment_is_there_as_a_whole_or_not_at_all(tmp_path):
             last = int(process.stdout.readline())
         process.kill()
         last = max([last, *map(int, process.stdout)])
-    found = np.unique(opened_store(tmp_path)["grads"])
-    assert len(found) == 1
-    assert found[0] in (last, last + 1)
+    array = np.unique(opened_store(tmp_path)["grads"])
+    assert len(array) == 1
+    assert array[0] in (last, last + 1)

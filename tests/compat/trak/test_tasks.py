@@ -150,7 +150,7 @@ def test_the_outputs_are_what_they_say():
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_give_what_torch_func_gives(name, tmp_path):
     model, task, batch = setting(name)
-    found, calls = [], []
+    results, calls = [], []
     for folder in ("layers", "func"):
         t = TRAKer(
             model,
@@ -168,10 +168,10 @@ def test_layers_give_what_torch_func_gives(name, tmp_path):
             t.gradient_computer.compute_per_sample_grad = lambda batch: calls.append(1)
         t.load_checkpoint(model.state_dict(), 0)
         t.featurize(batch, num_samples=B)
-        found.append(np.array(t.saver.current_store["grads"]))
+        results.append(np.array(t.saver.current_store["grads"]))
     assert not calls
-    assert np.abs(found[0]).max() > 0
-    assert np.allclose(found[0], found[1], atol=1e-4 * np.abs(found[0]).max())
+    assert np.abs(results[0]).max() > 0
+    assert np.allclose(results[0], results[1], atol=1e-4 * np.abs(results[0]).max())
 
 
 def test_embeddings_are_needed_and_belong_to_one_task(tmp_path):

@@ -1,4 +1,4 @@
-"""What the fault tests share: rows with known values, resumable work, checks, a fork server.
+"""Helpers of the fault tests: rows with known values, resumable work, checks, a fork server.
 
 A piece of work is a generator: it does one thing after the other to a store and yields a word each
 time the store has acknowledged something. It can be begun again at any moment, on whatever a kill
@@ -60,7 +60,7 @@ PLAIN_ROWS = (0, 2)
 
 
 def values(ids):
-    """The one right value of every array for these ids, exact in each encoding."""
+    """Return the right value of every array for these ids, exact in each encoding."""
     ids = np.asarray(ids, np.int64)
     column = ids[:, None]
     return {
@@ -76,15 +76,15 @@ def values(ids):
 
 def assert_right(batch):
     """Every value of the batch is the one right value for its id."""
-    wanted = values(batch.ids)
+    expected = values(batch.ids)
     for name in batch:
         got = batch[name]
         if isinstance(got, gs.Ragged):
             assert len(got) == len(batch.ids)
-            for row, right in enumerate(wanted[name]):
+            for row, right in enumerate(expected[name]):
                 np.testing.assert_array_equal(got[row], right, err_msg=name)
         else:
-            np.testing.assert_array_equal(got, wanted[name], err_msg=name)
+            np.testing.assert_array_equal(got, expected[name], err_msg=name)
 
 
 # Work -------------------------------------------------------------------------------------------
@@ -138,19 +138,19 @@ def rows(disk, durability, name="models"):
     """Put some rows, then claim the rest one by one; one of them fails."""
     store = gs.open(disk, durability=durability)
     yield "store"
-    found = store.rows(name, SCHEMA, num_rows=NUM_ROWS)
+    actual = store.rows(name, SCHEMA, num_rows=NUM_ROWS)
     yield f"size {NUM_ROWS}"
     for row in PLAIN_ROWS:
-        found.put(row, one_row(row))
+        actual.put(row, one_row(row))
         yield f"row {row}"
     # Leases of no length: what a dead worker held is free at once.
-    while leases := found.claim(owner="worker", seconds=0, max_attempts=1):
-        lease = found.renew(leases[0], seconds=0)
+    while leases := actual.claim(owner="worker", seconds=0, max_attempts=1):
+        lease = actual.renew(leases[0], seconds=0)
         if lease.row == FAILING_ROW:
-            found.fail(lease, "ValueError: no")
+            actual.fail(lease, "ValueError: no")
             yield f"failed {lease.row}"
         else:
-            found.finish(lease, one_row(lease.row))
+            actual.finish(lease, one_row(lease.row))
             yield f"row {lease.row}"
 
 
@@ -238,23 +238,23 @@ def check(path, acks, *, key=KEY, models="models"):
 
 def check_once(path, acks, seen):
     """The same, but not again for what was seen before; unfinished writes make no difference."""
-    found = {key: content for key, content in tree(path).items() if ".tmp-" not in key}
-    state = hash((frozenset(found.items()), frozenset(acks)))
+    actual = {key: content for key, content in tree(path).items() if ".tmp-" not in key}
+    state = hash((frozenset(actual.items()), frozenset(acks)))
     if state not in seen:
         seen.add(state)
         check(path, acks)
 
 
 def _check_capture(store, acks, key):
-    kept = {ack for ack in acks if ack.startswith(("ids ", "version ", "dropped"))}
+    stored = {ack for ack in acks if ack.startswith(("ids ", "version ", "dropped"))}
     if {"delete begun", "deleted"} & acks:
-        kept = set()
+        stored = set()
     if "gc begun" in acks:
-        kept -= {f"version {number}" for number in range(2)}
+        stored -= {f"version {number}" for number in range(2)}
     if "deleted" in acks:
         assert key not in store.captures()
     if key not in store.captures():
-        assert not kept
+        assert not stored
         return
     live = store.read(key, live=True)
     for batch in live.stream():
@@ -266,7 +266,7 @@ def _check_capture(store, acks, key):
         for batch in block.stream():
             assert_right(batch)
         assert block.ids.tolist() in POSSIBLE_VERSIONS, number
-    for word, *numbers in map(str.split, kept):
+    for word, *numbers in map(str.split, stored):
         if word == "ids" and not {"drop begun", "dropped"} & acks:
             assert {int(number) for number in numbers} <= set(live.ids.tolist())
         if word == "version":
@@ -280,12 +280,12 @@ def _check_rows(store, acks, name):
     if name not in store.row_sets():
         assert not claimed
         return
-    found = store.rows(name)
-    done = found.done()
-    batch = found.read(done)
+    actual = store.rows(name)
+    done = actual.done()
+    batch = actual.read(done)
     np.testing.assert_array_equal(batch.ids, done)
     assert_right(batch)
-    states = found.states(max_attempts=1)
+    states = actual.states(max_attempts=1)
     for word, number in claimed:
         if word == "row":
             assert int(number) in done
@@ -294,7 +294,7 @@ def _check_rows(store, acks, name):
             assert states[int(number)].state == "failed"
             assert states[int(number)].error == "ValueError: no"
         else:
-            assert found.num_rows == int(number)
+            assert actual.num_rows == int(number)
 
 
 _TOKEN = re.compile(r"(/failed/\d+/\d+)-[0-9a-f]{16}\.json$")
@@ -302,7 +302,7 @@ _TOKEN = re.compile(r"(/failed/\d+/\d+)-[0-9a-f]{16}\.json$")
 
 def tree(path, *, without=("STORE.json",)):
     """Every file's bytes, by name; leases, quarantine and random names left out."""
-    found = {}
+    actual = {}
     for folder, _, names in os.walk(path):
         for name in names:
             file = os.path.join(folder, name)
@@ -310,20 +310,20 @@ def tree(path, *, without=("STORE.json",)):
             if key in without or "/claims/" in key or key.startswith("quarantine/"):
                 continue
             with open(file, "rb") as opened:
-                found[_TOKEN.sub(r"\1-token.json", key)] = opened.read()
-    return found
+                actual[_TOKEN.sub(r"\1-token.json", key)] = opened.read()
+    return actual
 
 
-def assert_same_tree(path, wanted):
+def assert_same_tree(path, expected):
     """The store holds exactly the wanted files, byte for byte."""
-    found = tree(path)
-    assert_same(found, wanted)
+    actual = tree(path)
+    assert_same(actual, expected)
 
 
-def assert_same(found, wanted):
+def assert_same(actual, expected):
     """Two trees are the same, byte for byte."""
-    assert sorted(found) == sorted(wanted)
-    differing = [key for key in found if found[key] != wanted[key]]
+    assert sorted(actual) == sorted(expected)
+    differing = [key for key in actual if actual[key] != expected[key]]
     assert not differing
 
 
@@ -417,7 +417,7 @@ def tell(log, word):
 
 
 def read_acks(log):
-    """What a child has told."""
+    """Messages of a child process."""
     return log.read_text().splitlines() if log.exists() else []
 
 
@@ -469,7 +469,7 @@ class Zygote:
         return self.wait(self.start(function, *args))
 
     def errors(self):
-        """What children have printed so far."""
+        """Return the output of the children so far."""
         return os.pread(self._errors.fileno(), 1 << 20, 0).decode(errors="replace")[-4000:]
 
     def _ask(self, question):

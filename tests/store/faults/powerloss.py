@@ -97,7 +97,7 @@ class Keep:
 
 
 class Disk:
-    """What the folder `base` holds, now and after a power cut."""
+    """Contents of the folder `base`, now and after a power cut."""
 
     def __init__(self, base):
         """All that is in the folder already is durable."""

@@ -40,19 +40,19 @@ PARTS = 8  # in which they are made, for several processes
 def arrays(ids):
     ids = np.asarray(ids)
     chance = np.random.default_rng(ids)
-    found = {}
+    actual = {}
     for array in ARRAYS:
         shape = (len(ids), *array.shape)
         if array.ragged:
             lengths = 1 + ids % 3
-            found[array.name] = [
+            actual[array.name] = [
                 chance.integers(0, 99, (n, *array.shape)).astype(array.dtype) for n in lengths
             ]
         elif array.dtype == "bool":
-            found[array.name] = chance.random(shape) < 0.5
+            actual[array.name] = chance.random(shape) < 0.5
         else:
-            found[array.name] = chance.integers(0, 99, shape).astype(array.dtype)
-    return found
+            actual[array.name] = chance.integers(0, 99, shape).astype(array.dtype)
+    return actual
 
 
 def make_store(path):
@@ -135,11 +135,11 @@ def regions(key, content):
     if not key.endswith(".safetensors"):
         return {None: (0, len(content))}
     length = int.from_bytes(content[:8], "little")
-    found = {None: (0, 8 + length)}
+    actual = {None: (0, 8 + length)}
     for name, item in json.loads(content[8 : 8 + length]).items():
         if name != "__metadata__" and item["data_offsets"][0] < item["data_offsets"][1]:
-            found[name] = tuple(8 + length + offset for offset in item["data_offsets"])
-    return found
+            actual[name] = tuple(8 + length + offset for offset in item["data_offsets"])
+    return actual
 
 
 @pytest.fixture
@@ -258,9 +258,11 @@ def blocks_with(store, key):
     if name.startswith("manifest/"):
         versions = [int(Path(name).stem)]
     for version in versions:
-        found = store.read(block, version=version)
-        if not name.startswith("seg/") or name in [entry.file for entry in found.manifest.segments]:
-            yield found
+        actual = store.read(block, version=version)
+        if not name.startswith("seg/") or name in [
+            entry.file for entry in actual.manifest.segments
+        ]:
+            yield actual
 
 
 def test_sql_raises_on_a_damaged_parquet_file(target):
@@ -279,9 +281,9 @@ def test_sql_raises_on_a_damaged_parquet_file(target):
 @pytest.mark.parametrize("work", [[kit.capture], [kit.rows]], ids=["capture", "rows"])
 def test_after_a_repair_the_work_recreates_the_file_byte_for_byte(work, ram):
     kit.make(ram / "whole", *work)
-    wanted = kit.tree(ram / "whole")
+    expected = kit.tree(ram / "whole")
     chance = random.Random(2)
-    for number, key in enumerate(["STORE.json", *(key for key in wanted if wanted[key])]):
+    for number, key in enumerate(["STORE.json", *(key for key in expected if expected[key])]):
         path = ram / f"store-{number}"
         kit.make(path, *work)
         (file,) = path.glob(key.replace("token", "*"))
@@ -290,16 +292,16 @@ def test_after_a_repair_the_work_recreates_the_file_byte_for_byte(work, ram):
         file.write_bytes(content)
         verdict = gs.verify(gs.LocalDisk(path), repair=True)
         assert [item.path for item in verdict.damage] == [str(file.relative_to(path))]
-        (aside,) = (path / "quarantine").iterdir()
-        assert aside.read_bytes() == content
+        (target_value,) = (path / "quarantine").iterdir()
+        assert target_value.read_bytes() == content
         kit.make(path, *work)
-        kit.assert_same_tree(path, wanted)
+        kit.assert_same_tree(path, expected)
         assert gs.verify(gs.LocalDisk(path)).healthy
 
 
 @pytest.mark.parametrize("how", ["damaged", "gone"])
 def test_rows_of_a_packed_file_that_is_lost_are_made_again(how, ram):
-    told = kit.finish([kit.rows, kit.compact], gs.LocalDisk(ram))
+    reported = kit.finish([kit.rows, kit.compact], gs.LocalDisk(ram))
     packed = ram / "datamodels/models/packed/000000.safetensors"
     lost = gs.open(ram).rows("models").read([0, 1]).ids.tolist()
     if how == "damaged":
@@ -314,7 +316,7 @@ def test_rows_of_a_packed_file_that_is_lost_are_made_again(how, ram):
     with pytest.raises(MissingRowsError):
         rows.read(lost)
     kit.finish([kit.rows, kit.compact], gs.LocalDisk(ram))
-    kit.check(ram, told)
+    kit.check(ram, reported)
     assert gs.verify(gs.LocalDisk(ram)).healthy
 
 

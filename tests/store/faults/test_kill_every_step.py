@@ -30,7 +30,7 @@ def test_kill_loses_nothing_and_the_work_resumes_byte_for_byte(scene, when, ram,
     prepare(scene, ram / "before")
     whole = copy_of(ram / "before", ram / "whole")
     names = kit.steps_of(whole, work)
-    wanted = kit.tree(whole)
+    expected = kit.tree(whole)
     seen = set()
     for step, name in enumerate(names):
         if when == "half" and name != "write":
@@ -38,12 +38,12 @@ def test_kill_loses_nothing_and_the_work_resumes_byte_for_byte(scene, when, ram,
         path, log = copy_of(ram / "before", ram / f"store-{step}"), ram / f"acks-{step}"
         code = zygote.run(kit.do_killed, str(path), str(log), scene, step, when)
         assert code == -signal.SIGKILL, zygote.errors()
-        told = [*acks, *kit.read_acks(log)]
-        if scene != "repair" and ((path / "STORE.json").exists() or "store" in told):
-            kit.check_once(path, told, seen)
+        reported = [*acks, *kit.read_acks(log)]
+        if scene != "repair" and ((path / "STORE.json").exists() or "store" in reported):
+            kit.check_once(path, reported, seen)
         kit.finish([work], gs.LocalDisk(path), "full")
         sweep(gs.LocalDisk(path))
-        kit.assert_same_tree(path, wanted)
+        kit.assert_same_tree(path, expected)
 
 
 def sweep(disk):

@@ -16,7 +16,7 @@ KILLS = 100  # for each seed
 
 
 def stages(number):
-    """What is done in one round, which has a capture and a set of rows of its own."""
+    """Work of one round, which has its own capture and row set."""
     yield from ("capture", "extend", "drop", "rows", "compact")
     if number % 3 == 1:
         yield "delete"
@@ -48,9 +48,11 @@ def check_rounds(path, log, numbers):
     lines = [line.split(": ") for line in kit.read_acks(log)]
     for number in numbers:
         mine = [(place.split()[1], ack) for place, ack in lines if place.split()[0] == str(number)]
-        told = [f"{stage} begun" if ack == "begun" else ack for stage, ack in mine]
-        told += ["store", "gc begun"]
-        kit.check(path, told, key=gs.CaptureKey(f"round{number}", "train"), models=f"round{number}")
+        reported = [f"{stage} begun" if ack == "begun" else ack for stage, ack in mine]
+        reported += ["store", "gc begun"]
+        kit.check(
+            path, reported, key=gs.CaptureKey(f"round{number}", "train"), models=f"round{number}"
+        )
 
 
 def rounds_begun(log):

@@ -121,7 +121,7 @@ class Crew:
 
     def told(self, word):
         lines = (line.split() for log in self.logs.iterdir() for line in kit.read_acks(log))
-        return Counter(int(number) for told, number in lines if told == word)
+        return Counter(int(number) for reported, number in lines if reported == word)
 
 
 @pytest.fixture
@@ -206,10 +206,10 @@ def test_a_version_published_while_another_chooses_its_rows_packs_none_twice(
 
     def meanwhile(*args):
         monkeypatch.setattr(_row_files, "latest_manifest", latest)
-        found = latest(*args) if moment == "after" else None
+        actual = latest(*args) if moment == "after" else None
         with pytest.raises(KeyboardInterrupt):
             other.compact(rows_per_file=4)
-        return found if moment == "after" else latest(*args)
+        return actual if moment == "after" else latest(*args)
 
     monkeypatch.setattr(_row_files, "latest_manifest", meanwhile)
     rows.compact(rows_per_file=4)

@@ -33,19 +33,19 @@ def values(ids):
     """Values that are never zero and never NaN, exact in each encoding."""
     ids = np.asarray(ids, np.int64).reshape(-1)
     number = (ids % 61 + 1).astype(np.float32)
-    found = {
+    actual = {
         name: np.broadcast_to(
             number.reshape(-1, *(1,) * len(SHAPES[name])), (len(ids), *SHAPES[name])
         )
         for name in FLOATS
     }
-    found["wide"] = found["wide"].astype(np.float64)
-    found["label"] = ids + 1
-    found["bits"] = np.ones((len(ids), 5), np.bool_)
-    found["tokens"] = [
+    actual["wide"] = actual["wide"].astype(np.float64)
+    actual["label"] = ids + 1
+    actual["bits"] = np.ones((len(ids), 5), np.bool_)
+    actual["tokens"] = [
         np.full((1 + i % 2, 2), n, np.float32) for i, n in zip(ids, number, strict=True)
     ]
-    return found
+    return actual
 
 
 ids_of_a_block = st.lists(st.integers(0, 60), min_size=1, max_size=14, unique=True)
@@ -71,41 +71,41 @@ def write_some(store, ids, holes):
             writer.append(ids, values(ids))
 
 
-def ask(reader, asked, present):
+def ask(reader, row_ids, present):
     """Asked for in every way, what is present is right and what is missing is not a number."""
-    missing = [i for i in asked if i not in present]
+    missing = [i for i in row_ids if i not in present]
     if missing:
         with pytest.raises(MissingRowsError) as raised:
-            reader.read(asked)
+            reader.read(row_ids)
         assert set(missing) & {int(number) for number in re.findall(r"\d+", raised.value.found)}
         with pytest.raises(MissingRowsError):
             reader.read(missing[:1], [])
     else:
-        assert_right(reader.read(asked))
+        assert_right(reader.read(row_ids))
     for number in (0, -1.0, math.inf):
         with raises(InvalidRowsError, "store.invalid_fill"):
-            reader.read(asked, ["loss"], fill=number)
+            reader.read(row_ids, ["loss"], fill=number)
     for names in (["label"], ["bits"], ["tokens"], None):
         with raises(InvalidRowsError, "store.invalid_fill"):
-            reader.read(asked, names, fill=math.nan)
-    filled = reader.read(asked, FLOATS, fill=math.nan)
-    absent = np.isin(asked, missing)
+            reader.read(row_ids, names, fill=math.nan)
+    filled = reader.read(row_ids, FLOATS, fill=math.nan)
+    absent = np.isin(row_ids, missing)
     for name in FLOATS:
-        empty = np.isnan(filled[name].reshape(len(asked), -1))
+        empty = np.isnan(filled[name].reshape(len(row_ids), -1))
         np.testing.assert_array_equal(empty.all(axis=1), absent)
         np.testing.assert_array_equal(empty.any(axis=1), absent)
-        right = values(asked)[name]
+        right = values(row_ids)[name]
         np.testing.assert_array_equal(filled[name][~absent], right[~absent])
 
 
 def assert_right(batch):
-    wanted = values(batch.ids)
+    expected = values(batch.ids)
     for name in batch:
         if name == "tokens":
-            for row, right in enumerate(wanted[name]):
+            for row, right in enumerate(expected[name]):
                 np.testing.assert_array_equal(batch[name][row], right)
         else:
-            np.testing.assert_array_equal(batch[name], wanted[name])
+            np.testing.assert_array_equal(batch[name], expected[name])
 
 
 asked_for = st.lists(st.integers(0, 65), min_size=1, max_size=10)
@@ -149,9 +149,9 @@ def test_segments_in_quarantine(block, asked):
     write_some(store, ids, set())
     for number in holes:
         store.backend.move_aside(f"{KEY.folder}/seg/{number:06d}.safetensors")
-    found = store.read(KEY)
+    actual = store.read(KEY)
     if not holes:
-        ask(found, asked, ids)
+        ask(actual, asked, ids)
         return
     # Which ids are gone is not known: nothing is answered, not even with NaN.
     for fill in (None, math.nan):

@@ -18,13 +18,13 @@ def test_a_full_disk_is_told_and_the_work_resumes_when_there_is_room(kind, small
     kit.make(ram / "whole", kit.capture, kit.rows)
     small, large = {"size": ("40k", "4m"), "nr_inodes": ("30", "1000")}[kind]
     path = small_disk(f"{kind}={small}") / "store"
-    told = []
+    reported = []
     work = (ack for step in (kit.capture, kit.rows) for ack in step(gs.LocalDisk(path), "full"))
     with pytest.raises(WriteFailedError, match="No space left on device") as refused:
-        told.extend(work)
-    assert "free some space" in refused.value.fix
-    assert "ids 47 0" in told
-    kit.check(path, told)
+        reported.extend(work)
+    assert "Free some space" in refused.value.fix
+    assert "ids 47 0" in reported
+    kit.check(path, reported)
     assert gs.verify(gs.LocalDisk(path)).healthy
     small_disk(f"remount,{kind}={large}")
     kit.finish([kit.capture, kit.rows], gs.LocalDisk(path), "full")
@@ -33,10 +33,10 @@ def test_a_full_disk_is_told_and_the_work_resumes_when_there_is_room(kind, small
 
 def test_a_read_only_disk_can_be_read_and_refuses_writes_clearly(small_disk):
     path = small_disk("size=4m") / "store"
-    told = kit.finish([kit.capture, kit.rows], gs.LocalDisk(path))
+    reported = kit.finish([kit.capture, kit.rows], gs.LocalDisk(path))
     before = kit.tree(path)
     small_disk("remount,ro")
-    kit.check(path, told)
+    kit.check(path, reported)
     assert gs.verify(gs.LocalDisk(path)).healthy
     for write in (kit.extend, kit.drop, kit.compact, kit.delete):
         with pytest.raises(ReadOnlyError, match="Read-only file system") as refused:

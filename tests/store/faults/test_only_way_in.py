@@ -57,12 +57,12 @@ def events(ram, zygote):
     kit.make(ram / "damaged", kit.capture, kit.rows)
     (file,) = (ram / "damaged").rglob("seg/000001.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
-    found = []
+    actual = []
     for name, steps in (("store", WORK), ("damaged", ["repair"])):
         report = ram / f"{name}-report"
         assert zygote.run(spy, str(ram / name), str(report), steps) == 0, zygote.errors()
-        found += json.loads(report.read_text())
-    return [event for event in found if event[0] == "mmap.__new__" or f"{ram}/" in str(event)]
+        actual += json.loads(report.read_text())
+    return [event for event in actual if event[0] == "mmap.__new__" or f"{ram}/" in str(event)]
 
 
 def test_files_are_opened_for_writing_only_as_new_temp_files(events):

@@ -45,10 +45,10 @@ class Life:
             recorder.acknowledge(ack)
         return recorder.events
 
-    def check(self, files, told):
+    def check(self, files, acknowledged):
         """After a power cut all that was acknowledged is there, and nothing torn can be read."""
         lasting = {path: content for path, content in files.items() if ".tmp-" not in path}
-        state = hash((frozenset(lasting.items()), frozenset(told)))
+        state = hash((frozenset(lasting.items()), frozenset(acknowledged)))
         if state in self._seen:
             return None
         self._seen.add(state)
@@ -57,10 +57,10 @@ class Life:
         if "store/STORE.json" not in files:
             # A second process that found the store may have been told of it before it was durable,
             # but of nothing in it.
-            assert not set(told) - {self.told[-1], "store"}
+            assert not set(acknowledged) - {self.told[-1], "store"}
             gs.open(base / "store")
-        kit.check(base / "store", told)
-        if "deleted" in told:
+        kit.check(base / "store", acknowledged)
+        if "deleted" in acknowledged:
             # Nothing of what was deleted is left to get into a new capture of that name.
             kit.check(base / "store", kit.finish([kit.capture], gs.LocalDisk(base / "store")))
             assert gs.verify(gs.LocalDisk(base / "store")).healthy
@@ -69,8 +69,8 @@ class Life:
     def finish(self, base):
         """Doing the work again ends as if nothing had happened."""
         kit.finish([self.work], gs.LocalDisk(base / "store"), "full")
-        found = kit.tree(base / "store")
-        kit.assert_same({key: found[key] for key in found if ".tmp-" not in key}, self.whole)
+        actual = kit.tree(base / "store")
+        kit.assert_same({key: actual[key] for key in actual if ".tmp-" not in key}, self.whole)
 
 
 def test_power_cut_after_any_call(life):
@@ -85,15 +85,15 @@ def test_a_store_that_does_not_sync_would_be_caught(call, ram):
 
 
 def cut_power_after_each(life, events):
-    disk, told = copy.deepcopy(life.before), list(life.told)
+    disk, reported = copy.deepcopy(life.before), list(life.told)
     for step, event in enumerate(events):
         if event[0] == "ack":
-            told.append(event[1])
+            reported.append(event[1])
         else:
             disk.apply(event)
         for what, seed in KEEPS:
             files = disk.after_power_cut(Keep(what, seed=(step, seed)))
-            base = life.check(files, told)
+            base = life.check(files, reported)
             if base is not None and what == "none":
                 life.finish(base)
 
@@ -109,13 +109,13 @@ def test_power_cut_after_a_kill_and_a_second_try(life):
         base = life.ram / f"second-{step}"
         lay_out(disk.after_power_cut(Keep("all")), base)
         disk.follow(base)
-        told = list(life.told)
+        reported = list(life.told)
         for second in life.record(base):
             if second[0] != "ack":
                 disk.apply(second)
                 continue
-            told.append(second[1])
-            life.check(disk.after_power_cut(Keep("none")), told)
+            reported.append(second[1])
+            life.check(disk.after_power_cut(Keep("none")), reported)
 
 
 class DiesBeforeSync(Recorder):

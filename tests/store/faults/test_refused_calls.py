@@ -31,21 +31,21 @@ def test_a_refused_call_surfaces_and_the_work_resumes(scene, code, ram):
     acks = [*kit.finish(SCENES[scene], gs.LocalDisk(ram / "before")), f"{scene} begun"]
     whole = copy_of(ram / "before", ram / "whole")
     names = kit.steps_of(whole, work)
-    wanted = kit.tree(whole)
+    expected = kit.tree(whole)
     assert set(names) <= REFUSABLE
     for step in range(len(names)):
         path = copy_of(ram / "before", ram / f"store-{step}")
         calls = kit.Refuse(step, code)
-        told = list(acks)
+        reported = list(acks)
         with pytest.raises(WriteFailedError) as refused:
-            told.extend(work(gs.LocalDisk(path, syscalls=calls), "full"))
+            reported.extend(work(gs.LocalDisk(path, syscalls=calls), "full"))
         assert calls.fired == 1
         assert_helpful(refused.value, code)
         if (path / "STORE.json").exists():
-            kit.check(path, told)
+            kit.check(path, reported)
             assert gs.verify(gs.LocalDisk(path)).healthy
         kit.finish([work], gs.LocalDisk(path), "full")
-        kit.assert_same(without_temps(kit.tree(path)), wanted)
+        kit.assert_same(without_temps(kit.tree(path)), expected)
 
 
 def assert_helpful(error, code):

@@ -142,11 +142,11 @@ def store(request, ram):
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_changed_schema_is_refused_with_both_values(mutation, store):
-    wanted, words = MUTATIONS[mutation]
+    expected, words = MUTATIONS[mutation]
     before = kit.tree(store.location, without=())
     for extend in (False, True):
         with pytest.raises(SchemaMismatchError) as refused:
-            store.write(kit.KEY, wanted, extend=extend)
+            store.write(kit.KEY, expected, extend=extend)
         for word in words:
             assert word in str(refused.value)
         assert "another checkpoint, split or capture name" in refused.value.fix
@@ -160,12 +160,12 @@ def test_a_changed_schema_is_refused_with_both_values(mutation, store):
     "mutation", [name for name in MUTATIONS if not name.startswith("number of rows")]
 )
 def test_rows_of_a_changed_schema_are_refused(mutation, ram):
-    wanted, words = MUTATIONS[mutation]
+    expected, words = MUTATIONS[mutation]
     store = gs.open(ram / "store", durability="process")
     store.rows("models", STORED, num_rows=4)
     before = kit.tree(store.location, without=())
     with pytest.raises(SchemaMismatchError) as refused:
-        store.rows("models", wanted, num_rows=5)
+        store.rows("models", expected, num_rows=5)
     for word in words:
         assert word in str(refused.value)
     assert kit.tree(store.location, without=()) == before

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.errors import BudgetError, RematError
+from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import PoolSample
 
 if TYPE_CHECKING:
@@ -115,12 +115,6 @@ def set_memory_budget(budget: float | str | None) -> None:
         BudgetWarning: If recomputation takes too long: from then on nothing is evicted.
     """
     size = None if budget is None else parse_bytes(budget)
-    if size is not None and size <= 0:
-        raise BudgetError(
-            f"budget must be positive, got {size}",
-            code="budget.not_positive",
-            fix="Pass None to end a budget.",
-        )
     clear_checkpointpool()
     if size is None:
         return
