@@ -84,7 +84,6 @@ def capture(store, kind, *, split="train", rows=12, start=0, **options):
     common = {"task": HalfSquares(), "run": kind, "step": 3, "lr": 0.5, "progress": False}
     loader = batches(make(rows, start))
     # Version 0.1.0 left the model in its mode.
-    common["mode"] = None
     return gk.capture(store, filled(model()), loader, split=split, **common, **options)
 
 
@@ -164,7 +163,6 @@ def test_a_finished_capture_is_not_done_again(then, kind):
             run=kind,
             step=3,
             lr=0.5,
-            mode=None,
             progress=False,
         )
 
