@@ -83,7 +83,6 @@ def capture(store, kind, *, split="train", rows=12, start=0, **options):
     model, make = MODELS[kind]
     common = {"task": HalfSquares(), "run": kind, "step": 3, "lr": 0.5, "progress": False}
     loader = batches(make(rows, start))
-    # Version 0.1.0 left the model in its mode.
     return gk.capture(store, filled(model()), loader, split=split, **common, **options)
 
 
