@@ -32,7 +32,7 @@ QueriesOption = Annotated[str, typer.Option(help="Split of the queries.")]
 TrainOption = Annotated[str, typer.Option(help="Split of the training rows.")]
 CheckpointOption = Annotated[list[str] | None, typer.Option("--checkpoints", help="Repeatable.")]
 RunOption = Annotated[list[str] | None, typer.Option("--run", help="Repeatable.")]
-CaptureOption = Annotated[str, typer.Option("--capture", help="Name of the capture.")]
+CaptureOption = Annotated[str, typer.Option("--name", help="Name of the capture.")]
 MethodOption = Annotated[
     str | None,
     typer.Option("--method", help="See `gradkeep methods`; by default the best for the task."),
