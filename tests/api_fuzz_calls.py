@@ -85,7 +85,7 @@ def calls(w: World) -> list[Call]:
     pair = {"queries": w.test, "train": w.train, "ids": [0, 2], "compute": None}
     pair |= {"memory_budget": "1GiB", "weights": None}
     projection = gk.Projection(dim=4)
-    fitted = {"found": w.fit}
+    fitted = {"fitted": w.fit}
     kept = {"store": w.store, "split": "train", "run": "main", "name": "main", "of": "loss"}
     kept |= {"layers": None, "checkpoints": "final"}
     asked = {"store": w.store, "method": "dot", "queries": "test", "train": "train", "layers": None}

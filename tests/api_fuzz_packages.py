@@ -134,7 +134,7 @@ def room_calls(w, call):
             {"budget": 0.5, "mode": "auto", "seed": 0, "recordings": 3, "min_size": None}
             | {"effort": 1.0, "heuristic": "dtr-eq", "check": "full"},
         ),
-        "MemoryBudget.anew": (gk.memory_budget(0.5).anew, {"budget": 0.5}),
+        "MemoryBudget.replan": (gk.memory_budget(0.5).replan, {"budget": 0.5}),
         "MemoryBudget.load": (gk.memory_budget(0.5).load, {"path": w.folder / "plans.json"}),
         "MemoryBudget.save": (gk.memory_budget(0.5).save, {"path": w.folder / "plans.json"}),
         "remat.simulate": (

@@ -1,6 +1,44 @@
 """Training-data attribution and memory-bounded training for PyTorch.
 
-Names are imported when they are first used: `import gradkeep` itself loads nothing else.
+Capture gradients
+    capture             Run a model over a data set and store per-sample gradients.
+    recording           Record the gradients of a training loop.
+    plan, layers        Predict the cost of a capture; list the layers of a model.
+    Classification, Regression, LanguageModeling, Task, completions
+                        What to differentiate; subclass Task for your own loss.
+    Weights, read_adam  Checkpoints with learning rates; Adam's state.
+    Keep, Preview       Bytes per row; images and texts for the web UI.
+
+Attribute
+    attribute           Score training rows for queries, from a store.
+    attribute_once      The same without a store.
+    attribute_tokens    Scores of single tokens.
+    methods             List the methods; register_method adds one.
+    suspects            Rank rows by suspicion of a wrong label.
+    groups, show, combine, Scores, text_similarity
+                        Work with scores.
+
+Use stored gradients
+    open, Store         Open a store.
+    gradients, query    Products, top-k search, sums and norms.
+    project, Projection Random projections.
+
+Subpackages
+    evaluate            Test scores against retraining.
+    datamodels          Studies of models trained on subsets, and their fits.
+    remat               Rematerialization: memory_budget, recorder, simulator.
+    store, query, farm, data, integrations, compat, errors
+
+Names are imported on first use: `import gradkeep` itself loads nothing else.
+
+Example:
+    >>> import gradkeep as gk, torch, tempfile
+    >>> model, rows = torch.nn.Linear(4, 3), [(torch.randn(6, 4), torch.arange(6) % 3)]
+    >>> store = gk.open(tempfile.mkdtemp())
+    >>> for split in ("train", "test"):
+    ...     _ = gk.capture(store, model, rows, task=gk.Classification(), split=split)
+    >>> gk.attribute(store).shape
+    (6, 6)
 """
 
 from __future__ import annotations

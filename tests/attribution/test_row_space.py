@@ -63,13 +63,13 @@ def in_double(store, method, damping):
         places = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
         return x, g, torch.stack([g[low:high].t() @ x[low:high] for low, high in places])
 
-    (x, g, train), (_, _, requested) = matrices("train"), matrices("test")
-    remaining, right = (
+    (x, g, train), (_, _, queries) = matrices("train"), matrices("test")
+    output_basis, input_basis = (
         torch.linalg.eigh(g.t() @ g / len(train)),
         torch.linalg.eigh(x.t() @ x / len(x)),
     )
-    n, q = (remaining[1].t() @ one @ right[1] for one in (train, requested))
-    values = torch.outer(remaining[0], right[0]).clamp(min=0)
+    n, q = (output_basis[1].t() @ one @ input_basis[1] for one in (train, queries))
+    values = torch.outer(output_basis[0], input_basis[0]).clamp(min=0)
     values = n.square().mean(0) if method == "ekfac" else values
     return torch.einsum("qrc,nrc,rc->qn", q, n, 1 / (values + damping * values.mean())).numpy()
 

@@ -58,13 +58,13 @@ def test_every_moment_is_found_under_its_parameter_s_name(tmp_path, kind):
     model = Net()
     adam = trained(model, torch.optim.AdamW(GROUPS[kind](model)))
     torch.save(adam.state_dict(), tmp_path / "optimizer.pt")
-    found = read_adam(tmp_path, Net())
-    wanted = truth(model, adam)
-    assert found.second.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found.second[name], value), name
-    assert (found.step, found.beta2, found.eps) == (3, 0.999, 1e-8)
-    torch.testing.assert_close(found.corrected("one.bias"), wanted["one.bias"] / (1 - 0.999**3))
+    result = read_adam(tmp_path, Net())
+    expected = truth(model, adam)
+    assert result.second.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(result.second[name], value), name
+    assert (result.step, result.beta2, result.eps) == (3, 0.999, 1e-8)
+    torch.testing.assert_close(result.corrected("one.bias"), expected["one.bias"] / (1 - 0.999**3))
 
 
 def test_frozen_parameters_have_no_moments_whether_they_were_given_or_not():
@@ -72,9 +72,9 @@ def test_frozen_parameters_have_no_moments_whether_they_were_given_or_not():
     model.one.requires_grad_(False)
     for given in (model.parameters(), [p for p in model.parameters() if p.requires_grad]):
         adam = trained(model, torch.optim.Adam(given))
-        found = read_adam(adam.state_dict(), model).second
-        assert found.keys() == truth(model, adam).keys()
-        assert all(torch.equal(found[n], v) for n, v in truth(model, adam).items())
+        result = read_adam(adam.state_dict(), model).second
+        assert result.keys() == truth(model, adam).keys()
+        assert all(torch.equal(result[n], v) for n, v in truth(model, adam).items())
 
 
 def test_groups_of_one_s_own_are_named():
@@ -85,8 +85,8 @@ def test_groups_of_one_s_own_are_named():
     with raises(CaptureError, "capture.optimizer_does_not_fit"):
         read_adam(adam.state_dict(), model)
     names = [f"{n}.{part}" for n in order for part in ("weight", "bias")]
-    found = read_adam(adam.state_dict(), model, names=names)
-    assert all(torch.equal(found.second[n], v) for n, v in truth(model, adam).items())
+    result = read_adam(adam.state_dict(), model, names=names)
+    assert all(torch.equal(result.second[n], v) for n, v in truth(model, adam).items())
 
 
 def test_two_ways_that_both_fit_are_not_guessed():

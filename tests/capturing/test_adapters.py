@@ -104,6 +104,6 @@ def test_adapters_are_captured_on_the_base_that_the_model_came_with(tmp_path, st
     model = adapted(2)
     gk.capture(store, model, data, checkpoints={"whole": other, "adapter": folder}, **options)
     gk.capture(store, source, data, checkpoints="here", **options)
-    found, here = (store.read(gk.store.CaptureKey(name, "train")) for name in ("adapter", "here"))
-    assert found.schema.fingerprints["weights"] == here.schema.fingerprints["weights"]
-    assert found.column("loss").tolist() == here.column("loss").tolist()
+    result, here = (store.read(gk.store.CaptureKey(name, "train")) for name in ("adapter", "here"))
+    assert result.schema.fingerprints["weights"] == here.schema.fingerprints["weights"]
+    assert result.column("loss").tolist() == here.column("loss").tolist()

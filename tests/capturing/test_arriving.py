@@ -39,18 +39,18 @@ def test_they_are_those_of_autograd(case):
     before = {name: torch.full_like(p, 3) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.grad = before[name]
-    found = {}
-    unused = backward_per_layer(target(), units, lambda unit, flat: found.update({unit: flat}))
+    result = {}
+    unused = backward_per_layer(target(), units, lambda unit, flat: result.update({unit: flat}))
     for name, parameter in model.named_parameters():
         assert parameter.grad is before[name]
         assert (parameter.grad == 3).all()
         assert not parameter._post_accumulate_grad_hooks
-    wanted = torch.autograd.grad(
+    expected = torch.autograd.grad(
         target(), [w for unit in units for w in unit.weights], allow_unused=True
     )
-    wanted = dict(zip((w for unit in units for w in unit.weights), wanted, strict=True))
+    expected = dict(zip((w for unit in units for w in unit.weights), expected, strict=True))
     for unit in units:
-        own = [wanted[weight] for weight in unit.weights]
+        own = [expected[weight] for weight in unit.weights]
         if all(gradient is None for gradient in own):
             assert unit in unused
             continue
@@ -58,9 +58,9 @@ def test_they_are_those_of_autograd(case):
             torch.zeros(weight.numel()) if gradient is None else gradient.flatten()
             for weight, gradient in zip(unit.weights, own, strict=True)
         ]
-        torch.testing.assert_close(found[unit], torch.cat(flat))
+        torch.testing.assert_close(result[unit], torch.cat(flat))
     assert [unit.name for unit in unused] == ([] if case == 0 else ["spare"])
-    assert set(found) | set(unused) == set(units)
+    assert set(result) | set(unused) == set(units)
 
 
 def test_they_are_held_no_longer_than_they_are_looked_at():

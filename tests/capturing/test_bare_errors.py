@@ -32,10 +32,10 @@ def single_gradients(model, task, weight, x=X):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_inputs_of_a_half_precision_model(store, dtype):
     model, x = classifier().to(dtype), X.to(dtype)
-    found = capture(store, model, gk.Classification(), x, of="loss").restore(range(12))
+    result = capture(store, model, gk.Classification(), x, of="loss").restore(range(12))
     wide = model.float()
     true = single_gradients(wide, gk.Classification(), wide[0].weight, x.float())
-    assert torch.allclose(found["0.weight"], true, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(result["0.weight"], true, rtol=1e-4, atol=1e-6)
 
 
 class Words(nn.Module):
@@ -50,9 +50,9 @@ class Words(nn.Module):
 def test_embeddings_with_sparse_gradients(store):
     torch.manual_seed(0)
     model, task = Words(), gk.Classification()
-    found = capture(store, model, task, of="loss").restore(range(12))
+    result = capture(store, model, task, of="loss").restore(range(12))
     true = single_gradients(model, task, model.table.weight)
-    assert torch.allclose(found["table.weight"], true, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(result["table.weight"], true, rtol=1e-4, atol=1e-6)
 
 
 class Penalized(gk.Task):
@@ -67,10 +67,10 @@ class Penalized(gk.Task):
 
 def test_a_task_with_a_gradient_penalty(store, tmp_path):
     model, task = classifier(), Penalized()
-    found = capture(store, model, task).restore(range(12))
+    result = capture(store, model, task).restore(range(12))
     for name, weight in model.named_parameters():
         true = single_gradients(model, task, weight)
-        assert torch.allclose(found[name], true, rtol=1e-3, atol=1e-5), name
+        assert torch.allclose(result[name], true, rtol=1e-3, atol=1e-5), name
     losses = gk.open(tmp_path / "losses")
     batches = [(X, Y)]
     gk.capture(losses, model, batches, task=task, split="train", keep="losses", progress=False)
@@ -84,9 +84,9 @@ def test_a_task_with_a_gradient_penalty(store, tmp_path):
 def test_a_layer_of_width_zero_is_restored(store):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3))
-    found = capture(store, model, gk.Classification()).restore([2, 0])
-    assert found["0.weight"].shape == (2, 0, 4)
-    assert found["1.bias"].shape == (2, 3)
+    result = capture(store, model, gk.Classification()).restore([2, 0])
+    assert result["0.weight"].shape == (2, 0, 4)
+    assert result["1.bias"].shape == (2, 3)
 
 
 class Scaled(gk.Task):

@@ -17,14 +17,14 @@ SOURCES = ["news", "books", "news", "web", "web"]
 
 def rows(**changes):
     order = torch.Generator().manual_seed(0)
-    found = []
+    result = []
     for at in range(5):
         row = {"x": torch.randn(4, generator=order), "label": at % 3}
         row |= {"text": TEXTS[at], "source": SOURCES[at], "year": 1990 + at, "weight": at / 4}
-        found.append(row | {"id": f"doc-{at}"})
+        result.append(row | {"id": f"doc-{at}"})
     for at, change in changes.items():
-        found[int(at[1:])] |= change
-    return found
+        result[int(at[1:])] |= change
+    return result
 
 
 class Taking(nn.Linear):
@@ -73,19 +73,19 @@ def test_sql_asks_for_columns_and_captures_without_them_say_null(store):
     capture(store, rows(), columns=NAMES)
     plain = [{"x": row["x"], "label": row["label"]} for row in rows()]
     capture(store, plain, name="without")
-    found = store.sql(
+    result = store.sql(
         "select source, count(*), max(year) from samples where capture = 'main' "
         "group by source order by source"
     )
-    assert [tuple(row) for row in found.rows()] == [
+    assert [tuple(row) for row in result.rows()] == [
         ("books", 1, 1991),
         ("news", 2, 1992),
         ("web", 2, 1994),
     ]
-    found = store.sql("select text from samples where capture = 'main' and text like '%🐟%'")
-    assert [row[0] for row in found.rows()] == [TEXTS[3]]
-    found = store.sql("select count(*) from samples where text is null")
-    assert found.rows()[0][0] == 5
+    result = store.sql("select text from samples where capture = 'main' and text like '%🐟%'")
+    assert [row[0] for row in result.rows()] == [TEXTS[3]]
+    result = store.sql("select count(*) from samples where text is null")
+    assert result.rows()[0][0] == 5
     assert verify(store).healthy
 
 
@@ -93,8 +93,8 @@ def test_a_column_may_be_text_in_one_capture_and_a_number_in_another(store):
     pytest.importorskip("duckdb", reason="duckdb is not installed")
     capture(store, rows(), columns={"origin": "source"}, name="texts")
     capture(store, rows(), columns={"origin": "year"}, name="numbers")
-    found = store.sql("select origin from samples order by capture, id")
-    assert [row[0] for row in found.rows()] == [str(1990 + at) for at in range(5)] + SOURCES
+    result = store.sql("select origin from samples order by capture, id")
+    assert [row[0] for row in result.rows()] == [str(1990 + at) for at in range(5)] + SOURCES
 
 
 def test_values_may_be_given_in_the_loader_s_order(store):

@@ -95,7 +95,7 @@ def gradients(kind, of):
     """Every sample's whole gradient by parameter, in float64, one by one."""
     model, batches, task = world(kind)
     model = model.double()
-    found = {name: [] for name, _ in model.named_parameters()}
+    result = {name: [] for name, _ in model.named_parameters()}
     for batch in batches:
         for row in range(8):
             if isinstance(batch, dict):
@@ -106,19 +106,19 @@ def gradients(kind, of):
             targets(model, one, task, of).sum().backward()
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad
-                found[name].append(
+                result[name].append(
                     torch.zeros_like(parameter).flatten()
                     if gradient is None
                     else gradient.flatten()
                 )
-    return {name: torch.stack(parts) for name, parts in found.items()}
+    return {name: torch.stack(parts) for name, parts in result.items()}
 
 
 def oracle(block, basis, whole):
     """Coordinates by layer, from whole gradients and the arrays of the basis, entry by entry."""
     row = basis.read_rows(np.zeros(1, np.int64), list(basis.names))
     arrays = {name: torch.from_numpy(np.array(row[name])[0]) for name in basis.names}
-    found = {}
+    result = {}
     for layer in block.schema.layers:
         form = form_from_fields(layer.form)
         dense = torch.cat([whole[p.name] for p in form.parameters], 1)
@@ -138,8 +138,8 @@ def oracle(block, basis, whole):
             for fold in range(len(weights)):
                 y += weights[fold].double() * moved[:, chosen[fold]]
             parts.append(y)
-        found[layer.name] = torch.cat(parts, 1)
-    return found
+        result[layer.name] = torch.cat(parts, 1)
+    return result
 
 
 def matrices(layer, dense, left, right):
@@ -161,16 +161,16 @@ def test_coordinates_are_those_of_autograd(store, kind, coordinates):
     keep = gk.Keep(size, coordinates=coordinates, rows=16)
     capture(store, kind, keep, layers="*")
     capture(store, kind, "queries", split="asked")
-    asked = store.read(gk.store.CaptureKey("final", "asked"))
+    queries = store.read(gk.store.CaptureKey("final", "asked"))
     (key,) = store.bases()
-    whole = gradients(kind, str(asked.schema.fingerprints["of"]))
-    wanted = oracle(asked, store.read(key), whole)
-    assert wanted
-    found = gk.gradients(store, split="asked", of=asked.schema.fingerprints["of"])
-    rows = found.rows(range(len(found)))
-    for name, form in found.forms.items():
+    whole = gradients(kind, str(queries.schema.fingerprints["of"]))
+    expected = oracle(queries, store.read(key), whole)
+    assert expected
+    result = gk.gradients(store, split="asked", of=queries.schema.fingerprints["of"])
+    rows = result.rows(range(len(result)))
+    for name, form in result.forms.items():
         values = form.restore(rows.factors[name]).double()
-        error = (values - wanted[name]).norm() / wanted[name].norm()
+        error = (values - expected[name]).norm() / expected[name].norm()
         assert error < 1e-5, name
 
 
@@ -178,27 +178,27 @@ def test_coordinates_are_those_of_autograd(store, kind, coordinates):
 def test_bits_are_the_signs_of_coordinates_and_their_mean_size(store, kind):
     capture(store, kind, gk.Keep(BYTES.get(kind, 600), rows=16), layers="*")
     capture(store, kind, "queries", split="asked")
-    kept = gk.gradients(store, split="train", of=_of(store))
-    asked = gk.gradients(store, split="asked", of=_of(store))
-    a, b = kept.rows(range(24)), asked.rows(range(24))
-    plain = torch.cat([f.restore(b.factors[n]) for n, f in asked.forms.items()], 1)
-    coded = torch.cat([f.restore(a.factors[n]) for n, f in kept.forms.items()], 1)
-    group = next(iter(kept.forms.values())).group
+    gradients = gk.gradients(store, split="train", of=_of(store))
+    queries = gk.gradients(store, split="asked", of=_of(store))
+    a, b = gradients.rows(range(24)), queries.rows(range(24))
+    plain = torch.cat([f.restore(b.factors[n]) for n, f in queries.forms.items()], 1)
+    coded = torch.cat([f.restore(a.factors[n]) for n, f in gradients.forms.items()], 1)
+    group = next(iter(gradients.forms.values())).group
     assert bool(group) == (kind == "grouped")
     if group:
         groups = plain.view(len(plain), -1, group)
         size, places = groups.abs().max(2)
         mean = size.mean(1, keepdim=True)
         signs = groups.gather(2, places.unsqueeze(2)).sign().squeeze(2)
-        wanted = torch.zeros_like(groups).scatter_(
+        expected = torch.zeros_like(groups).scatter_(
             2, places.unsqueeze(2), (signs * mean).unsqueeze(2)
         )
-        assert (coded - wanted.flatten(1)).norm() < 0.05 * coded.norm()
+        assert (coded - expected.flatten(1)).norm() < 0.05 * coded.norm()
     else:
         torch.testing.assert_close(coded.abs(), plain.abs().mean(1, keepdim=True).expand_as(coded))
         assert ((coded > 0) == (plain > 0)).float().mean() > 0.999
-    norms = kept.norms()
-    slopes = kept.slopes()
+    norms = gradients.norms()
+    slopes = gradients.slopes()
     lengths = coded.norm(dim=1) * (1 if slopes is None else slopes.abs())
     torch.testing.assert_close(norms, lengths, rtol=1e-4, atol=1e-6)
 
@@ -219,7 +219,7 @@ def test_a_row_takes_no_more_than_was_said(tmp_path, bits, size):
         def losses(self, model, batch):
             return (model(batch[0]) - batch[1]).square().sum((1, 2))
 
-    kept = gk.capture(
+    report = gk.capture(
         gk.open(tmp_path),
         model,
         list(zip(x.split(500), y.split(500), strict=True)),
@@ -229,13 +229,13 @@ def test_a_row_takes_no_more_than_was_said(tmp_path, bits, size):
         progress=False,
     )
     limit = gk.Keep(size).row_bytes
-    assert kept.bytes / kept.rows <= limit
-    assert kept.bytes / kept.rows >= 0.7 * limit
+    assert report.bytes / report.rows <= limit
+    assert report.bytes / report.rows >= 0.7 * limit
 
 
 def test_whole_gradients_are_kept_where_they_take_no_more(store):
-    kept = capture(store, "positions", "1MiB")
-    assert {layer.storage for layer in kept.layers} <= {"factors", "dense"}
+    report = capture(store, "positions", "1MiB")
+    assert {layer.storage for layer in report.layers} <= {"factors", "dense"}
     assert store.bases() == []
 
 
@@ -248,15 +248,15 @@ def test_all_coordinates_unrounded_give_the_influence_of_kfac(store, kind, monke
     monkeypatch.setattr(PreparedCapture, "fits_exactly", lambda *_: False)
     capture(store, kind, keep, layers="*", of="loss")
     capture(store, kind, "factors", of="loss", name="whole")
-    found = gk.attribute(store, queries="train", method="ekfac")
-    wanted = gk.attribute(store, queries="train", method="kfac", damping=0.3, name="whole")
-    error = np.linalg.norm(found.numpy() - wanted.numpy()) / np.linalg.norm(wanted.numpy())
+    result = gk.attribute(store, queries="train", method="ekfac")
+    expected = gk.attribute(store, queries="train", method="kfac", damping=0.3, name="whole")
+    error = np.linalg.norm(result.numpy() - expected.numpy()) / np.linalg.norm(expected.numpy())
     assert error < 0.02
 
 
 def test_ranks_come_near_those_of_whole_gradients_and_the_agreement_says_how_near(store):
     capture(store, "tied", "exact", name="whole")
-    wanted = gk.attribute(store, queries="train", name="whole", damping=0.1).numpy()
+    expected = gk.attribute(store, queries="train", name="whole", damping=0.1).numpy()
     near = {}
     for size in (256, 1024):
         keep = gk.Keep(size, bits=8, rows=24)
@@ -265,10 +265,10 @@ def test_ranks_come_near_those_of_whole_gradients_and_the_agreement_says_how_nea
         scores = gk.attribute(store, queries="asked", name=f"k{size}")
         assert scores.method == "ekfac"
         assert not scores.exact
-        told = float(re.search(r"ranks agree (\S+)", scores.approximate)[1])
-        order = np.argsort(np.argsort(scores.numpy(), 1), 1), np.argsort(np.argsort(wanted, 1), 1)
+        text = float(re.search(r"ranks agree (\S+)", scores.approximate)[1])
+        order = np.argsort(np.argsort(scores.numpy(), 1), 1), np.argsort(np.argsort(expected, 1), 1)
         near[size] = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(*order, strict=True)])
-        assert abs(told - near[size]) < 0.2
+        assert abs(text - near[size]) < 0.2
     assert near[1024] > near[256]
     assert near[1024] > 0.6
 
@@ -320,9 +320,9 @@ def test_random_coordinates_estimate_products_of_gradients(store):
     keep = gk.Keep("2KiB", coordinates="random", bits=16)
     capture(store, "tied", keep, layers="*")
     capture(store, "tied", "exact", name="whole")
-    found = gk.attribute(store, queries="train", method="dot").numpy()
-    wanted = gk.attribute(store, queries="train", method="dot", name="whole").numpy()
-    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.7
+    result = gk.attribute(store, queries="train", method="dot").numpy()
+    expected = gk.attribute(store, queries="train", method="dot", name="whole").numpy()
+    assert np.corrcoef(result.ravel(), expected.ravel())[0, 1] > 0.7
     capture(store, "tied", "exact", split="test")
     with pytest.raises(QueryError, match=r"different layers|another basis"):
         gk.attribute(store, method="dot")
@@ -397,8 +397,8 @@ def test_a_changed_activation_is_noticed_on_a_rerun(store):
 def test_done_twice_it_is_done_once(store):
     keep = gk.Keep(600, rows=16)
     first = capture(store, "tied", keep)
-    again = capture(store, "tied", keep)
-    assert again.reused_rows == first.rows == 24
+    second = capture(store, "tied", keep)
+    assert second.reused_rows == first.rows == 24
 
 
 def test_a_memory_budget_drops_activations_and_changes_nothing(tmp_path):
@@ -421,8 +421,8 @@ def test_functional_forms_of_the_dial(store):
     assert gk.Keep("4KiB").coordinate_bytes == 4096 - 80
     assert gk.Keep("4KiB", bits=4).sums == 2 * (4096 - 80)
     assert gk.Keep(4096) == gk.Keep("4KiB")
-    kept = capture(store, "tied", 600, name="number")
-    assert all(layer.storage == "coordinates" for layer in kept.layers)
+    report = capture(store, "tied", 600, name="number")
+    assert all(layer.storage == "coordinates" for layer in report.layers)
 
 
 def test_a_budget_in_bytes_counts_what_coordinates_hold(tmp_path, monkeypatch):
@@ -444,10 +444,10 @@ def test_a_budget_in_bytes_counts_what_coordinates_hold(tmp_path, monkeypatch):
     assert max(ran) == 32
     ran.clear()
     gk.capture(store, model, batches, split="again", memory_budget="12MiB", **options)
-    found = max(ran)
-    assert 2 < found < 32
+    result = max(ran)
+    assert 2 < result < 32
     prepared = prepare_capture(model, options["task"], batches[0][:2], CaptureSettings())
-    assert found > rows_within(12 << 20, row_footprint(prepared, batches[0][:2], 2))
+    assert result > rows_within(12 << 20, row_footprint(prepared, batches[0][:2], 2))
     free, bound = (gk.gradients(store, split=split).rows(range(64)) for split in ("train", "again"))
     for name in free.factors:
         same = (free.factors[name].codes == bound.factors[name].codes).float().mean()

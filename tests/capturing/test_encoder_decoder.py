@@ -33,8 +33,8 @@ class Translator(nn.Module):
         read = self.reads(self.table(input_ids)).tanh()
         if attention_mask is not None:
             read = read * attention_mask.unsqueeze(2)
-        told = self.writes(self.table(decoder_input_ids)).cumsum(1)
-        return self.head((told + read.sum(1, keepdim=True)).tanh())
+        text = self.writes(self.table(decoder_input_ids)).cumsum(1)
+        return self.head((text + read.sum(1, keepdim=True)).tanh())
 
 
 def batch(rows=16, read=7, written=4):
@@ -64,13 +64,13 @@ def test_gradients_are_those_of_what_the_decoder_writes(store):
     net, given = model(), batch()
     batches = [{name: value[at : at + 8] for name, value in given.items()} for at in (0, 8)]
     gk.capture(store, net, batches, task=gk.LanguageModeling(), split="train", progress=False)
-    found = gk.gradients(store, split="train").restore(range(16))
+    result = gk.gradients(store, split="train").restore(range(16))
     for row in range(16):
         net.zero_grad()
         one = {name: value[row : row + 1] for name, value in given.items()}
         loss_of(net, one).backward()
         for name, parameter in net.named_parameters():
-            torch.testing.assert_close(found[name][row], parameter.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(result[name][row], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", ["exact", "600B"])
@@ -78,8 +78,8 @@ def test_it_can_be_asked(store, keep):
     net, given = model(), batch()
     task = gk.LanguageModeling()
     gk.capture(store, net, [given], task=task, split="train", keep=keep, progress=False)
-    asked = "queries" if keep == "600B" else keep
-    gk.capture(store, net, [given], task=task, split="test", keep=asked, progress=False)
+    queries = "queries" if keep == "600B" else keep
+    gk.capture(store, net, [given], task=task, split="test", keep=queries, progress=False)
     scores = gk.attribute(store).numpy()
     assert (
         scores.argmax(1) == range(16)
@@ -90,8 +90,8 @@ def test_inputs_of_the_decoder_may_be_given(store):
     net, given = model(), batch()
     task = gk.LanguageModeling()
     before = net.prepare_decoder_input_ids_from_labels(given["labels"])
-    told = task.losses(net, {**given, "decoder_input_ids": before})
-    torch.testing.assert_close(told, task.losses(net, given))
+    text = task.losses(net, {**given, "decoder_input_ids": before})
+    torch.testing.assert_close(text, task.losses(net, given))
 
 
 @pytest.mark.parametrize("left", [("labels",), ("labels", "attention_mask")])
@@ -108,7 +108,7 @@ def test_tokens_of_the_decoder_carry_what_can_be_told_apart(store):
     task = gk.LanguageModeling()
     for split in ("train", "test"):
         gk.capture(store, net, [given], task=task, split=split, keep="factors", progress=False)
-    found = gk.attribute_tokens(store, method="dot", ids=[0, 1], train_ids=[2, 3])
+    result = gk.attribute_tokens(store, method="dot", ids=[0, 1], train_ids=[2, 3])
     scores = gk.attribute(store, method="dot").numpy()[:2, 2:4]
-    assert found.values.shape == (2, 2, 4)
-    assert abs(found.sums - scores).max() < 1e-4 * abs(scores).max()
+    assert result.values.shape == (2, 2, 4)
+    assert abs(result.sums - scores).max() < 1e-4 * abs(scores).max()

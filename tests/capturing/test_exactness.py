@@ -34,8 +34,8 @@ def kept(store, model, batch, task, *, split="train", batch_size=3, **options):
     return gk.gradients(store, split=split, name=options.get("name", "main"))
 
 
-def error(found, truth):
-    return float((found.double() - truth).norm() / truth.norm())
+def error(result, truth):
+    return float((result.double() - truth).norm() / truth.norm())
 
 
 class Convolutions(nn.Module):
@@ -166,15 +166,15 @@ def test_every_parameter_of_every_sample_is_autograds(name, tmp_path):
     make, draw, task = MODELS[name]
     model, batch = make().eval(), draw(7)
     # In batches of 3, so the last one is short.
-    found = kept(gk.open(tmp_path), model, batch, task)
+    result = kept(gk.open(tmp_path), model, batch, task)
     truth = oracle(model, batch, task, of="loss")
-    assert found.size == sum(p.numel() for p in model.parameters())
-    restored = found.restore(found.ids)
+    assert result.size == sum(p.numel() for p in model.parameters())
+    restored = result.restore(result.ids)
     assert list(restored)
     assert set(restored) == {n for n, _ in model.named_parameters()}
     ordered = {n: restored[n] for n, _ in model.named_parameters()}
     assert error(flat(ordered), truth) < 1e-5
-    assert torch.allclose(found.norms().double(), truth.norm(dim=1), rtol=1e-5)
+    assert torch.allclose(result.norms().double(), truth.norm(dim=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -188,8 +188,8 @@ def test_scores_do_not_depend_on_the_batch_size_or_the_plan(name, tmp_path):
     for size in (1, 4, 9):
         train = kept(store, model, batch, task, batch_size=size, name=f"by-{size}")
         for plan in (None, "naive", "recon", "ted", "half"):
-            found = gk.query.dot(queries, train, compute=plan)
-            assert error(found.values, truth) < 1e-5, (size, plan)
+            result = gk.query.dot(queries, train, compute=plan)
+            assert error(result.values, truth) < 1e-5, (size, plan)
     dense = kept(store, model, batch, task, name="dense", keep="dense")
     assert error(gk.query.dot(queries, dense).values, truth) < 1e-5
     assert {layer.form["kind"] for layer in dense.block.schema.layers} == {"dense"}
@@ -224,12 +224,14 @@ def test_a_convolution_of_any_geometry_is_autograds(data):
     batch = (torch.randn(4, inner, *(6,) * dims), torch.randint(0, 3, (4,)))
     model(batch[0])
     plan = data.draw(st.sampled_from(["factors", "dense", None]))
-    found = kept(gk.open(_place()), model, batch, gk.Classification(), keep=plan)
+    result = kept(gk.open(_place()), model, batch, gk.Classification(), keep=plan)
     truth = oracle(model, batch, gk.Classification(), "output")
-    restored = gk.query.Gradients(found.key, found.block, found.forms, "output").restore(found.ids)
+    restored = gk.query.Gradients(result.key, result.block, result.forms, "output").restore(
+        result.ids
+    )
     assert error(flat(restored), truth) < 1e-5
     how = data.draw(st.sampled_from(["naive", "recon", "ted", "half", None]))
-    outputs = gk.query.Gradients(found.key, found.block, found.forms, "output")
+    outputs = gk.query.Gradients(result.key, result.block, result.forms, "output")
     assert error(gk.query.dot(outputs, outputs, compute=how).values, truth @ truth.T) < 1e-5
 
 
@@ -247,10 +249,10 @@ def test_loss_and_output_gradients_come_from_one_capture(tmp_path):
     store = gk.open(tmp_path)
     kept(store, model, batch, task)
     for of in ("loss", "output"):
-        found = gk.gradients(store, split="train", of=of)
+        result = gk.gradients(store, split="train", of=of)
         truth = oracle(model, batch, task, of)
-        assert error(flat(found.restore(found.ids)), truth) < 1e-5
-        assert error(gk.query.gram(found).values, truth @ truth.T) < 1e-5
+        assert error(flat(result.restore(result.ids)), truth) < 1e-5
+        assert error(gk.query.gram(result).values, truth @ truth.T) < 1e-5
 
 
 def test_a_sure_model_still_has_gradients_of_its_outputs(tmp_path):
@@ -258,10 +260,10 @@ def test_a_sure_model_still_has_gradients_of_its_outputs(tmp_path):
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[200.0, 0, 0], [0, 0, 0]]))
     batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
-    found = kept(gk.open(tmp_path), model, batch, gk.Classification())
+    result = kept(gk.open(tmp_path), model, batch, gk.Classification())
     outputs = gk.gradients(gk.open(tmp_path), split="train", of="output")
     assert (outputs.norms() > 1).all()
-    assert (found.norms() < 1e-30).all()
+    assert (result.norms() < 1e-30).all()
 
 
 def test_products_of_sums_cosines_and_top_k_are_those_of_the_matrix(tmp_path):
@@ -342,9 +344,9 @@ def test_checkpoints_are_summed_by_their_weights(tmp_path):
 def test_narrow_encodings_err_within_their_bound(encoding, bound, tmp_path):
     torch.manual_seed(5)
     model, batch, task = Convolutions().eval(), images(12), gk.Classification()
-    found = kept(gk.open(tmp_path), model, batch, task, encoding=encoding)
+    result = kept(gk.open(tmp_path), model, batch, task, encoding=encoding)
     truth = oracle(model, batch, task, "loss")
-    assert error(gk.query.gram(found).values, truth @ truth.T) < bound
+    assert error(gk.query.gram(result).values, truth @ truth.T) < bound
 
 
 def test_a_cut_rank_errs_no_more_than_its_tolerance(tmp_path):
@@ -354,7 +356,7 @@ def test_a_cut_rank_errs_no_more_than_its_tolerance(tmp_path):
     truth = oracle(model, batch, task, "loss")
     for tolerance in (0.3, 1e-2, 1e-5):
         store = gk.open(tmp_path / str(tolerance))
-        found = kept(
+        result = kept(
             store,
             model,
             batch,
@@ -362,11 +364,11 @@ def test_a_cut_rank_errs_no_more_than_its_tolerance(tmp_path):
             keep={"head": "low rank", "mix.linear*": "svd"},
             tolerance=tolerance,
         )
-        restored = {n: found.restore(found.ids)[n] for n, _ in model.named_parameters()}
+        restored = {n: result.restore(result.ids)[n] for n, _ in model.named_parameters()}
         for name, value in restored.items():
             assert value.shape[0] == 10, name
         assert error(flat(restored), truth) <= tolerance + 1e-6
-        assert found.forms["head"].error == tolerance
+        assert result.forms["head"].error == tolerance
 
 
 def test_layers_that_read_one_input_keep_it_once(tmp_path):
@@ -383,12 +385,12 @@ def test_layers_that_read_one_input_keep_it_once(tmp_path):
     torch.manual_seed(7)
     model, task = Attention(), gk.Classification()
     batch = (torch.randn(5, 3, 6), torch.randint(0, 3, (5,)))
-    found = kept(gk.open(tmp_path), model, batch, task, keep="factors")
-    names = [array.name for array in found.block.schema.arrays if array.kind == "prefix"]
+    result = kept(gk.open(tmp_path), model, batch, task, keep="factors")
+    names = [array.name for array in result.block.schema.arrays if array.kind == "prefix"]
     assert names == ["q.prefix", "out.prefix"]
     truth = oracle(model, batch, task, "loss")
-    assert error(flat(found.restore(found.ids)), truth) < 1e-5
-    products = gk.query.gram(found)
+    assert error(flat(result.restore(result.ids)), truth) < 1e-5
+    products = gk.query.gram(result)
     assert error(products.values, truth @ truth.T) < 1e-5
     # Only the first token is looked at: of the queries one position is left.
-    assert found.block.column("out.suffix").shape == (5, 3)
+    assert result.block.column("out.suffix").shape == (5, 3)

@@ -56,20 +56,20 @@ def by_hand(loader, rows):
     pixels, out = seen[model[0]]
     patches = F.unfold(pixels, 3, padding=1).transpose(1, 2).reshape(-1, 18)
     values, logits = seen[model[3]]
-    found = {}
+    result = {}
     for name, a, g in (
         ("0", patches, out.grad.flatten(2).transpose(1, 2).reshape(-1, 4)),
         ("3", values, logits.grad),
     ):
         a = torch.cat([a, torch.ones(len(a), 1)], 1)
-        found[name] = g.T @ g / rows, a.T @ a / len(a)
-    return found
+        result[name] = g.T @ g / rows, a.T @ a / len(a)
+    return result
 
 
-def check(found, wanted):
-    assert set(found.layers) <= set(wanted)
-    for name, one in found.layers.items():
-        for side, other in zip((one.suffixes[0], one.prefixes[0]), wanted[name], strict=True):
+def check(result, expected):
+    assert set(result.layers) <= set(expected)
+    for name, one in result.layers.items():
+        for side, other in zip((one.suffixes[0], one.prefixes[0]), expected[name], strict=True):
             torch.testing.assert_close(side.double(), other, rtol=1e-5, atol=1e-7)
 
 
@@ -78,18 +78,18 @@ def check(found, wanted):
 def test_they_are_those_of_the_first_rows_whatever_the_batches(tmp_path, size, of):
     loader = batches(size=size)
     captured(tmp_path, loader, keep="dense", of=of)
-    found = kept(tmp_path)
-    assert found.rows == ROWS
-    assert list(found.layers) == ["0", "3"]
-    check(found, by_hand(loader, ROWS))
+    result = kept(tmp_path)
+    assert result.rows == ROWS
+    assert list(result.layers) == ["0", "3"]
+    check(result, by_hand(loader, ROWS))
 
 
 def test_of_few_rows_they_are_those_of_all_and_only_of_dense_layers(tmp_path):
     loader = batches(40)
     captured(tmp_path, loader)
-    found = kept(tmp_path)
-    assert (found.rows, list(found.layers)) == (40, ["0"])  # the last layer is kept as factors
-    check(found, by_hand(loader, 40))
+    result = kept(tmp_path)
+    assert (result.rows, list(result.layers)) == (40, ["0"])  # the last layer is kept as factors
+    check(result, by_hand(loader, 40))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_an_interrupted_capture_ends_with_the_same_bytes(tmp_path, after, monkey
         captured(tmp_path / "torn", loader, **options)
     monkeypatch.undo()
     assert not gk.open(tmp_path / "torn").has(KEY.moments)
-    again = captured(tmp_path / "torn", loader, **options)
-    assert (again.rows, again.reused_rows > 0) == (150, after > 1)
+    second = captured(tmp_path / "torn", loader, **options)
+    assert (second.rows, second.reused_rows > 0) == (150, after > 1)
     assert files(tmp_path / "torn") == files(tmp_path / "whole")
 
 
@@ -169,7 +169,7 @@ def test_they_are_verified_listed_and_deleted_with_their_capture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "ids", "told"),
+    ("count", "ids", "text"),
     [
         (40, [], None),
         (40, [3, 30], "the first 40 rows, 2 of which were dropped since"),
@@ -177,23 +177,25 @@ def test_they_are_verified_listed_and_deleted_with_their_capture(tmp_path):
         (150, [0, 127, 128], "the first 128 rows, 2 of which were dropped since"),
     ],
 )
-def test_scores_tell_of_moments_whose_rows_were_dropped(tmp_path, count, ids, told):
+def test_scores_tell_of_moments_whose_rows_were_dropped(tmp_path, count, ids, text):
     captured(tmp_path, batches(count))
     store = gk.open(tmp_path)
     if ids:
         store.drop_rows(KEY, ids)
-    found = gk.attribute(store, method="ekfac", queries="train").approximate
-    whose = found.partition("eigenvectors are those of ")[2]
-    assert whose == (told or "")
+    result = gk.attribute(store, method="ekfac", queries="train").approximate
+    whose = result.partition("eigenvectors are those of ")[2]
+    assert whose == (text or "")
 
 
 def test_moments_that_do_not_know_their_rows_say_so_once_rows_were_dropped(tmp_path):
     captured(tmp_path, batches(40))
     store = gk.open(tmp_path)
-    found = StoredMoments.read(store, KEY)
-    assert found.ids.tolist() == list(range(40))
-    one = {name: found.layers[name] for name in found.layers}
-    StoredMoments(one, found.rows, found.weights).save(store, KEY)  # as earlier versions kept them
+    result = StoredMoments.read(store, KEY)
+    assert result.ids.tolist() == list(range(40))
+    one = {name: result.layers[name] for name in result.layers}
+    StoredMoments(one, result.rows, result.weights).save(
+        store, KEY
+    )  # as earlier versions kept them
     ask = {"method": "ekfac", "queries": "train"}
     assert "eigenvectors" not in gk.attribute(store, **ask).approximate
     store.drop_rows(KEY, [3])
@@ -234,9 +236,9 @@ def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
     original = moments.batch_sums
 
     def broken(self, piece, measured):
-        found = original(self, piece, measured)
-        found.row_side[0, 0, 0] = float("nan")
-        return found
+        result = original(self, piece, measured)
+        result.row_side[0, 0, 0] = float("nan")
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moments, "batch_sums", broken)

@@ -82,13 +82,13 @@ class LateMixing(nn.Module):
 def true_gradients(model, batches, name):
     """Autograd's gradient of each row run alone."""
     weight = dict(model.named_parameters())[name]
-    found = []
+    result = []
     for batch in batches:
         for row in range(len(batch[0])):
             loss = TokenLoss().losses(model, [part[row : row + 1] for part in batch]).sum()
             (gradient,) = torch.autograd.grad(loss, [weight], allow_unused=True)
-            found.append(torch.zeros_like(weight) if gradient is None else gradient)
-    return torch.stack(found)
+            result.append(torch.zeros_like(weight) if gradient is None else gradient)
+    return torch.stack(result)
 
 
 def assert_right(store, model, batches):
@@ -96,8 +96,8 @@ def assert_right(store, model, batches):
     stored = gradients.restore(gradients.ids)
     for name, _ in model.named_parameters():
         true = true_gradients(model, batches, name)
-        found = torch.as_tensor(stored[name]).reshape(true.shape)
-        assert torch.allclose(found, true, rtol=1e-4, atol=1e-5), name
+        result = torch.as_tensor(stored[name]).reshape(true.shape)
+        assert torch.allclose(result, true, rtol=1e-4, atol=1e-5), name
 
 
 def capture(store, model, batches, **options):
@@ -242,8 +242,8 @@ def test_later_batches_are_right_or_refused_however_rows_are_kept(store, kind, o
     exact = gk.open(store.location + "-exact")
     capture(exact, model, batches)
     assert_right(exact, model, batches)
-    kept = store.read(gk.gradients(store, split="train").key).column("norm")
-    assert (kept > 0).all()
+    norms = store.read(gk.gradients(store, split="train").key).column("norm")
+    assert (norms > 0).all()
 
 
 def test_a_capture_is_resumed_and_compared_with_its_adjustments(store):

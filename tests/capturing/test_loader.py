@@ -40,12 +40,12 @@ def test_slices_are_what_the_loader_delivers(rows, size, drop_last, data):
     loader = DataLoader(TensorDataset(*tensors(rows, data)), size, drop_last=drop_last)
     assert _is_sliced(loader)
     torch.manual_seed(0)
-    wanted, state = list(loader), torch.get_rng_state()
+    expected, state = list(loader), torch.get_rng_state()
     torch.manual_seed(0)
-    found = list(iter_batches(loader))
+    result = list(iter_batches(loader))
     assert torch.equal(torch.get_rng_state(), state)
-    assert len(found) == len(wanted)
-    for ours, theirs in zip(found, wanted, strict=True):
+    assert len(result) == len(expected)
+    for ours, theirs in zip(result, expected, strict=True):
         assert type(ours) is type(theirs)
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):

@@ -33,7 +33,7 @@ def capture(store, model, data, **options):
 
 
 def test_losses_labels_and_probabilities_are_kept_in_few_bytes(store, model, data):
-    kept = capture(store, model, data, embeddings=["2"])
+    report = capture(store, model, data, embeddings=["2"])
     block = store.read(KEY)
     with torch.no_grad():
         logits = model(data.tensors[0])
@@ -43,9 +43,9 @@ def test_losses_labels_and_probabilities_are_kept_in_few_bytes(store, model, dat
     assert (block.column("label") == data.tensors[1].numpy()).all()
     assert (block.column("predicted") == logits.argmax(1).numpy()).all()
     assert np.allclose(block.column("embedding.2"), logits, atol=1e-6)
-    assert kept.bytes < 100 * ROWS
-    assert kept.layers == ()
-    assert "the losses of 400 rows" in str(kept)
+    assert report.bytes < 100 * ROWS
+    assert report.layers == ()
+    assert "the losses of 400 rows" in str(report)
     assert gk.suspects(store).ids[0] == int(losses.argmax())
 
 

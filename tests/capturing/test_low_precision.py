@@ -84,8 +84,8 @@ CASES = {
 
 
 def rows(store, name):
-    found = gk.gradients(store, split="train", checkpoints=name)
-    return found.restore(found.ids)
+    result = gk.gradients(store, split="train", checkpoints=name)
+    return result.restore(result.ids)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -209,11 +209,11 @@ def test_no_second_model_is_held(store, monkeypatch):
     value = WeightSource.value
 
     def counted(source):
-        made = value(source)
-        live[0] += made.nbytes
+        built = value(source)
+        live[0] += built.nbytes
         most[0] = max(most[0], live[0])
-        weakref.finalize(made, lambda size=made.nbytes: live.__setitem__(0, live[0] - size))
-        return made
+        weakref.finalize(built, lambda size=built.nbytes: live.__setitem__(0, live[0] - size))
+        return built
 
     monkeypatch.setattr(WeightSource, "value", counted)
     gk.capture(store, model, labelled(64), task=gk.Classification(), **OPTIONS)

@@ -110,8 +110,8 @@ def test_ids_in_the_batch_go_with_any_order(store, model, kind):
     capture(store, model, SHUFFLERS[kind](TensorDataset(x, y, torch.arange(ROWS))), ids=2)
     block = store.read(KEY)
     assert (block.column("label") == block.ids).all()
-    again = capture(store, model, SHUFFLERS[kind](TensorDataset(x, y, torch.arange(ROWS))), ids=2)
-    assert again.reused_rows == ROWS
+    second = capture(store, model, SHUFFLERS[kind](TensorDataset(x, y, torch.arange(ROWS))), ids=2)
+    assert second.reused_rows == ROWS
 
 
 class Reversing(DataLoader):

@@ -32,8 +32,8 @@ def mixing(name, module, parameters, calls, *, rows, axis):
 
 
 def wrong(name, module, parameters, calls, *, rows, axis):
-    made = mixing(name, module, parameters, calls, rows=rows, axis=axis)
-    values = 2 * made.form.restore(made.rows)
+    built = mixing(name, module, parameters, calls, rows=rows, axis=axis)
+    values = 2 * built.form.restore(built.rows)
     return gk.LayerGradients(Dense(parameters, f"{name}.gradient", 12), DenseRows(values))
 
 
@@ -84,10 +84,10 @@ def test_a_rule_keeps_the_factors_of_its_layer(tmp_path, registered):
         capture(tmp_path / "without")
     registered(mixing)
     assert layer_rules()[0].name == "mixing"
-    model, batch, kept = capture(tmp_path / "with")
-    assert [layer.storage for layer in kept.layers] == ["factors", "factors"]
-    found = gk.gradients(tmp_path / "with", split="train").restore(range(6))["0.mix"]
-    assert torch.allclose(found, gradients(model, batch), atol=1e-6)
+    model, batch, report = capture(tmp_path / "with")
+    assert [layer.storage for layer in report.layers] == ["factors", "factors"]
+    result = gk.gradients(tmp_path / "with", split="train").restore(range(6))["0.mix"]
+    assert torch.allclose(result, gradients(model, batch), atol=1e-6)
 
 
 def test_a_wrong_rule_is_not_believed(tmp_path, registered):
@@ -95,8 +95,8 @@ def test_a_wrong_rule_is_not_believed(tmp_path, registered):
     with pytest.raises(CaptureError):
         capture(tmp_path / "strict")
     model, batch, _ = capture(tmp_path / "dense", uncovered="dense")
-    found = gk.gradients(tmp_path / "dense", split="train").restore(range(6))["0.mix"]
-    assert torch.allclose(found, gradients(model, batch), atol=1e-6)
+    result = gk.gradients(tmp_path / "dense", split="train").restore(range(6))["0.mix"]
+    assert torch.allclose(result, gradients(model, batch), atol=1e-6)
 
 
 def test_a_taken_name_and_something_else_are_refused(registered):

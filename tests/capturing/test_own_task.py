@@ -73,10 +73,10 @@ def truth(level):
 
 
 def test_its_losses_and_gradients_are_kept(tmp_path):
-    model, batch, wanted = truth(0.9)
+    model, batch, expected = truth(0.9)
     gk.capture(tmp_path, model, [batch], task=Quantile(0.9), split="train", progress=False)
     rows = gk.gradients(tmp_path, split="train")
-    assert torch.allclose(rows.restore(range(7))["weight"].squeeze(1), wanted, atol=1e-6)
+    assert torch.allclose(rows.restore(range(7))["weight"].squeeze(1), expected, atol=1e-6)
     losses = Quantile(0.9).losses(model, batch).detach().numpy()
     assert np.allclose(rows.column("loss"), losses, atol=1e-6)
 
@@ -99,5 +99,5 @@ def test_a_configuration_names_it(tmp_path, monkeypatch, capsys):
         sys.modules.pop("stranger_tasks", None)
     assert ended.value.code in (0, None)
     assert "7 rows" in capsys.readouterr().out
-    found = gk.gradients(tmp_path / "kept", split="train").restore(range(7))["weight"]
-    assert torch.allclose(found.squeeze(1), truth(0.9)[2], atol=1e-6)
+    result = gk.gradients(tmp_path / "kept", split="train").restore(range(7))["weight"]
+    assert torch.allclose(result.squeeze(1), truth(0.9)[2], atol=1e-6)

@@ -78,10 +78,10 @@ def gradients_alone(model, given):
 
 
 def kept(store, model, **where):
-    found = gk.gradients(store, split="train", **where)
-    restored = found.restore(found.ids)
+    result = gk.gradients(store, split="train", **where)
+    restored = result.restore(result.ids)
     names = [name for name, _ in model.named_parameters()]
-    return torch.cat([restored[name].flatten(1) for name in names], 1), found.ids.tolist()
+    return torch.cat([restored[name].flatten(1) for name in names], 1), result.ids.tolist()
 
 
 def pack(given, sign, *, labels=True):
@@ -114,9 +114,9 @@ def test_each_document_has_the_gradient_that_it_has_alone(store, sign, labels):
     model, given = Reader(), documents()
     batches = [pack(given[:4], sign, labels=labels), pack(given[4:], sign, labels=labels)]
     assert gk.capture(store, model, batches, **OPTIONS).rows == 6
-    found, ids = kept(store, model)
+    result, ids = kept(store, model)
     assert ids == list(range(6))
-    torch.testing.assert_close(found, gradients_alone(model, given), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, gradients_alone(model, given), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Plain, Careless])
@@ -164,8 +164,8 @@ def test_a_loader_s_documents_have_their_places_as_ids_and_a_finished_run_is_kno
     data = [{"input_ids": one} for one in documents()]
     loader = DataLoader(data, batch_size=4, collate_fn=flattened)
     assert gk.capture(store, model, loader, **OPTIONS).rows == 6
-    again = gk.capture(store, model, loader, **OPTIONS)
-    assert (again.rows, again.reused_rows) == (6, 6)
+    second = gk.capture(store, model, loader, **OPTIONS)
+    assert (second.rows, second.reused_rows) == (6, 6)
     data[4]["input_ids"] = (data[4]["input_ids"] + 1) % 9
     with raises(CaptureError, "capture.rows_changed", mentions="sample 4 "):
         gk.capture(store, model, loader, **OPTIONS)
@@ -224,14 +224,14 @@ def test_what_is_said_of_packs_and_of_documents_stays_with_them():
         "title": ["a", "b", "c", "d"],
         "temperature": 0.5,
     }
-    (made,) = Unpacking(padded=True).parts(both)
-    assert made["source"] == ["news", "news", "books", "books"]
-    assert made["weight"].tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert made["title"] == ["a", "b", "c", "d"]
-    assert made["temperature"] == 0.5
-    assert made["attention_mask"].sum(1).tolist() == [3, 2, 4, 1]
-    assert "seq_idx" not in made
-    assert made["position_ids"].tolist() == [[0, 1, 2, 3]] * 4
+    (built,) = Unpacking(padded=True).parts(both)
+    assert built["source"] == ["news", "news", "books", "books"]
+    assert built["weight"].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert built["title"] == ["a", "b", "c", "d"]
+    assert built["temperature"] == 0.5
+    assert built["attention_mask"].sum(1).tolist() == [3, 2, 4, 1]
+    assert "seq_idx" not in built
+    assert built["position_ids"].tolist() == [[0, 1, 2, 3]] * 4
 
 
 @settings(max_examples=80, deadline=None)
@@ -243,26 +243,26 @@ def test_positions_numbers_and_ends_tell_the_same_documents(rows, start):
     length = max(sum(row) for row in rows)
     places = torch.zeros(len(rows), length, dtype=torch.int64)
     numbers, mask = torch.full_like(places, -1), torch.zeros_like(places)
-    wanted = []
+    expected = []
     for at, row in enumerate(rows):
         done = 0
         for number, size in enumerate(row):
             places[at, done : done + size] = torch.arange(size) + start
             numbers[at, done : done + size] = number
             mask[at, done : done + size] = 1
-            wanted.append((at, done, done + size))
+            expected.append((at, done, done + size))
             done += size
     tokens = torch.zeros_like(places)
     several = any(len(row) > 1 for row in rows)
-    found = documents_of({"input_ids": tokens, "position_ids": places, "attention_mask": mask})
-    assert [(d.row, d.start, d.stop) for d in found or ()] == (wanted if several else [])
-    found = documents_of({"input_ids": tokens, "seq_idx": numbers, "attention_mask": mask})
+    result = documents_of({"input_ids": tokens, "position_ids": places, "attention_mask": mask})
+    assert [(d.row, d.start, d.stop) for d in result or ()] == (expected if several else [])
+    result = documents_of({"input_ids": tokens, "seq_idx": numbers, "attention_mask": mask})
     if several:
-        assert [(d.row, d.start, d.stop) for d in found] == wanted
+        assert [(d.row, d.start, d.stop) for d in result] == expected
     one = rows[0]
     ends = torch.tensor([0, *one]).cumsum(0)
-    found = documents_of({"input_ids": torch.zeros(1, sum(one)), "cu_seqlens": ends})
-    assert [(d.start, d.stop) for d in found or ()] == (
+    result = documents_of({"input_ids": torch.zeros(1, sum(one)), "cu_seqlens": ends})
+    assert [(d.start, d.stop) for d in result or ()] == (
         list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)) if len(one) > 1 else []
     )
 

@@ -114,12 +114,12 @@ def on_meta(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_exact_captures_are_foretold(kind, tmp_path):
     model, _, batches, task = world(kind)
-    found = gk.plan(model, batches[0], task=task, rows=64, queries=0)
-    kept = gk.capture(tmp_path, model, batches, task=task, split="train")
-    assert found.fits
-    assert not found.advice
-    assert found.disk_bytes == pytest.approx(kept.bytes, rel=0.01)
-    assert [p.layer.storage for p in found.layers] == [layer.storage for layer in kept.layers]
+    result = gk.plan(model, batches[0], task=task, rows=64, queries=0)
+    report = gk.capture(tmp_path, model, batches, task=task, split="train")
+    assert result.fits
+    assert not result.advice
+    assert result.disk_bytes == pytest.approx(report.bytes, rel=0.01)
+    assert [p.layer.storage for p in result.layers] == [layer.storage for layer in report.layers]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,20 +148,20 @@ def test_shapes_tell_what_running_tells(kind):
 def test_bytes_of_coordinates_are_foretold(kind, keep, hollow, tmp_path):
     model, _, batches, task = world(kind)
     given = on_meta(kind)[:2] if hollow else (model, batches[0])
-    found = gk.plan(*given, task=task, rows=64, queries=0, keep=keep)
-    kept = gk.capture(tmp_path, model, batches, task=task, split="train", keep=keep)
+    result = gk.plan(*given, task=task, rows=64, queries=0, keep=keep)
+    report = gk.capture(tmp_path, model, batches, task=task, split="train", keep=keep)
     basis = gk.open(tmp_path).read(BasisKey("final")).manifest.bytes
-    headers = found.disk_bytes - found.basis_bytes - 64 * found.row_bytes
-    assert 64 * found.row_bytes + headers == pytest.approx(kept.bytes, rel=0.05)
-    assert found.basis_bytes == pytest.approx(basis, rel=0.25)
-    assert {p.layer.storage for p in found.layers} == {"coordinates"}
+    headers = result.disk_bytes - result.basis_bytes - 64 * result.row_bytes
+    assert 64 * result.row_bytes + headers == pytest.approx(report.bytes, rel=0.05)
+    assert result.basis_bytes == pytest.approx(basis, rel=0.25)
+    assert {p.layer.storage for p in result.layers} == {"coordinates"}
 
 
 def test_so_many_bytes_as_the_exact_rows_take_are_exact():
     model, _, batches, task = world("mlp")
-    found = gk.plan(model, batches[0], task=task, rows=64, keep="1MiB")
-    assert {p.layer.storage for p in found.layers} == {"factors", "dense"}
-    assert found.basis_bytes == 0
+    result = gk.plan(model, batches[0], task=task, rows=64, keep="1MiB")
+    assert {p.layer.storage for p in result.layers} == {"factors", "dense"}
+    assert result.basis_bytes == 0
 
 
 def test_a_model_without_numbers_stays_without():
@@ -169,13 +169,13 @@ def test_a_model_without_numbers_stays_without():
         model = GPT(vocabulary=50257, length=1024, dim=768, heads=12, layers=12)
     batch = {"input_ids": torch.empty(2, 512, dtype=torch.int64, device="meta")}
     task = gk.LanguageModeling()
-    found = gk.plan(model, batch, task=task, rows=100_000, queries=100, disk_budget="100GB")
+    result = gk.plan(model, batch, task=task, rows=100_000, queries=100, disk_budget="100GB")
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert not found.fits
-    assert found.disk_bytes > 30e12
-    assert found.capture_seconds > 0
-    assert "keep='256KiB' fits" in found.advice
-    assert found.advice in str(found)
+    assert not result.fits
+    assert result.disk_bytes > 30e12
+    assert result.capture_seconds > 0
+    assert "keep='256KiB' fits" in result.advice
+    assert result.advice in str(result)
     small = gk.plan(model, batch, task=task, rows=100_000, keep="256KiB", disk_budget="100GB")
     assert small.fits
     assert small.row_bytes == pytest.approx(256 * 1024, rel=0.01)
@@ -183,29 +183,29 @@ def test_a_model_without_numbers_stays_without():
 
 def test_what_does_not_fit_any_budget_is_said_with_figures():
     model, _, batches, task = world("llama")
-    found = gk.plan(
+    result = gk.plan(
         model, batches[0], task=task, rows=10**12, memory_budget="1MiB", disk_budget=10**6
     )
-    assert not found.fits
-    assert "on disk" in found.advice
-    assert "queries take" in found.advice
-    assert "no keep= fits" in found.advice
-    assert math.isfinite(found.capture_seconds)
+    assert not result.fits
+    assert "on disk" in result.advice
+    assert "queries take" in result.advice
+    assert "no keep= fits" in result.advice
+    assert math.isfinite(result.capture_seconds)
 
 
 def test_a_budget_below_one_sample_is_answered():
     model, _, batches, task = world("tied")
-    found = gk.plan(model, batches[0], task=task, rows=1000, memory_budget="100kB")
-    assert not found.fits
-    assert found.capture_memory > 100_000
+    result = gk.plan(model, batches[0], task=task, rows=1000, memory_budget="100kB")
+    assert not result.fits
+    assert result.capture_memory > 100_000
 
 
 def test_a_branch_on_numbers_is_planned_by_running_it():
     torch.manual_seed(0)
     model, batch = Branching(), (torch.randn(8, 6), torch.arange(8) % 3)
     before = copy.deepcopy(model.state_dict())
-    found = gk.plan(model, batch, task=gk.Classification(), rows=100)
-    assert [p.layer.name for p in found.layers] == ["low", "high"]
+    result = gk.plan(model, batch, task=gk.Classification(), rows=100)
+    assert [p.layer.name for p in result.layers] == ["low", "high"]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     with torch.device("meta"):
         hollow = Branching()
@@ -216,8 +216,8 @@ def test_a_branch_on_numbers_is_planned_by_running_it():
 def test_real_batches_of_hollow_models_tell_how_many_tokens_differ():
     hollow, _, task = on_meta("untied")
     tokens = torch.arange(LENGTH).repeat(8, 1) % 4
-    found = gk.plan(hollow, tokens, task=task, rows=10)
-    table = next(p.layer for p in found.layers if p.layer.name == "wte")
+    result = gk.plan(hollow, tokens, task=task, rows=10)
+    table = next(p.layer for p in result.layers if p.layer.name == "wte")
     assert table.positions == 4
 
 

@@ -141,13 +141,13 @@ class Focal(Scaled):
 
 
 def test_a_resume_with_another_attribute_of_an_own_task_is_refused(store, model, data):
-    kept = begin(store, model, data, Scaled())
-    assert 0 < kept < ROWS
+    stored_rows = begin(store, model, data, Scaled())
+    assert 0 < stored_rows < ROWS
     with raises(CaptureError, "capture.function_changed") as caught:
         go_on(store, model, data, Scaled(1.01))
     assert "sample 0 " in caught.value.message
     assert "loss" in caught.value.found
-    assert len(store.read(KEY, live=True)) == kept
+    assert len(store.read(KEY, live=True)) == stored_rows
     assert go_on(store, model, data, Scaled()).reused_rows >= 8
 
 

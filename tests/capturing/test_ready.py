@@ -46,14 +46,16 @@ def capture(store, model, **options):
 
 
 def rows(store, **where):
-    found = gk.gradients(store, split="train", **where)
-    return found.restore(found.ids)
+    result = gk.gradients(store, split="train", **where)
+    return result.restore(result.ids)
 
 
 def assert_same(store, plain, other, **options):
-    wanted = capture(store, plain, name="plain", **options)
-    found = capture(store, other, name="other", **options)
-    assert [layer.storage for layer in found.layers] == [layer.storage for layer in wanted.layers]
+    expected = capture(store, plain, name="plain", **options)
+    result = capture(store, other, name="other", **options)
+    assert [layer.storage for layer in result.layers] == [
+        layer.storage for layer in expected.layers
+    ]
     ours, theirs = rows(store, name="other"), rows(store, name="plain")
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
@@ -113,9 +115,9 @@ def test_a_block_that_is_compiled_by_itself_keeps_its_factors(store):
     model = new_model()
     model[1] = torch.compile(model[1], backend="eager")
     model(DATA[0][0])
-    wanted = capture(store, new_model(), checkpoints="plain")
-    found = capture(store, model, checkpoints="other")
-    assert [one.storage for one in found.layers] == [one.storage for one in wanted.layers]
+    expected = capture(store, new_model(), checkpoints="plain")
+    result = capture(store, model, checkpoints="other")
+    assert [one.storage for one in result.layers] == [one.storage for one in expected.layers]
     ours, theirs = rows(store, checkpoints="other"), rows(store, checkpoints="plain")
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name.replace("_orig_mod.", "")])

@@ -14,29 +14,29 @@ from gradkeep.errors import BudgetError
 @pytest.fixture
 def budgets(monkeypatch):
     """The memory budgets that captures make."""
-    made = []
+    built = []
     plain = _replay.remat.memory_budget
 
     def noted(*args, **kwargs):
-        made.append(plain(*args, **kwargs))
-        return made[-1]
+        built.append(plain(*args, **kwargs))
+        return built[-1]
 
     monkeypatch.setattr(_replay.remat, "memory_budget", noted)
-    return made
+    return built
 
 
 @pytest.fixture
 def prepared(monkeypatch):
     """What captures found out about the model."""
-    found = []
+    result = []
     plain = _replay.prepare_capture
 
     def noted(*args, **kwargs):
-        found.append(plain(*args, **kwargs))
-        return found[-1]
+        result.append(plain(*args, **kwargs))
+        return result[-1]
 
     monkeypatch.setattr(_replay, "prepare_capture", noted)
-    return found
+    return result
 
 
 def segments(store, key):
@@ -111,10 +111,10 @@ def test_layers_are_done_as_the_backward_pass_comes_by(tmp_path, shape):
         loss = nn.functional.cross_entropy(net(batch[0][row : row + 1]), batch[1][row : row + 1])
         loss.backward()
         for name in ("plain", "small"):
-            found = gk.gradients(store, split="train", name=name).restore([row])
+            result = gk.gradients(store, split="train", name=name).restore([row])
             for key, parameter in net.named_parameters():
-                if key in found:
-                    assert torch.allclose(found[key][0], parameter.grad, atol=1e-5)
+                if key in result:
+                    assert torch.allclose(result[key][0], parameter.grad, atol=1e-5)
 
 
 def test_a_fraction_below_the_floor_names_the_floor(tmp_path):
@@ -145,7 +145,7 @@ def test_gradients_on_the_way_are_those_at_the_end():
     with watching(list(net)) as calls:
         target = run()
     fill(calls, target)
-    wanted = [call.suffix().clone() for call in calls]
+    expected = [call.suffix().clone() for call in calls]
     seen = []
     with watching(list(net)) as calls:
         target = run()
@@ -156,5 +156,5 @@ def test_gradients_on_the_way_are_those_at_the_end():
     }
     fill(calls, target, callback=lambda call: seen.append(call.module))
     assert seen == [net[3], net[2]]
-    for call, suffix in zip(calls, wanted, strict=True):
+    for call, suffix in zip(calls, expected, strict=True):
         assert torch.equal(call.suffix(), suffix)

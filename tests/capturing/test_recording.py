@@ -51,13 +51,13 @@ def test_every_row_is_the_gradient_at_the_weights_of_its_step(store, reduction):
                 loss.backward()
             optimizer.step()
             at += len(x)
-    found = gk.gradients(store, split="train")
-    assert len(found) == 13
-    restored = found.restore(range(13))
+    result = gk.gradients(store, split="train")
+    assert len(result) == 13
+    restored = result.restore(range(13))
     for name, value in restored.items():
         want = torch.cat([part[name] for part in truth])
         assert torch.allclose(value, want, atol=1e-5), name
-    assert (found.column("label") == torch.cat([y for _, y in batches()]).numpy()).all()
+    assert (result.column("label") == torch.cat([y for _, y in batches()]).numpy()).all()
     # The loop learned what it would have learned without us.
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for x, y in batches():
@@ -148,9 +148,9 @@ def test_two_rows_for_one_id_are_told_once(tmp_path):
                 with rec.batch(range(start, start + 3)):
                     model(torch.cat([x[start : start + 3]] * 2)).square().sum().backward()
 
-    with pytest.warns(gk.CaptureWarning, match="need an id each") as told:
+    with pytest.warns(gk.CaptureWarning, match="need an id each") as warned:
         recorded()
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 class Steps(nn.Module):
@@ -171,13 +171,13 @@ def recorded_steps(folder, model, batches, **options):
             with rec.batch(range(at, at + x.shape[1])):
                 model(x).square().sum().backward()
             at += x.shape[1]
-    found = gk.gradients(store, split="train").restore(range(at))
+    result = gk.gradients(store, split="train").restore(range(at))
     samples = [x[:, at] for x in batches for at in range(x.shape[1])]
-    wanted = [
+    expected = [
         torch.autograd.grad(model(sample).square().sum(), model.inner.weight)[0]
         for sample in samples
     ]
-    return torch.allclose(found["inner.weight"], torch.stack(wanted), rtol=1e-4, atol=1e-5)
+    return torch.allclose(result["inner.weight"], torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_steps_before_samples_are_seen_by_their_sizes(tmp_path):

@@ -243,9 +243,9 @@ def test_a_loss_that_cannot_be_differentiated_twice_is_told_once(tmp_path):
             logs, torch.ones(6, 2, dtype=torch.long), lengths, torch.full((6,), 2)
         ).backward()
 
-    with pytest.warns(gk.CaptureWarning, match="cannot be checked") as told:
+    with pytest.warns(gk.CaptureWarning, match="cannot be checked") as warned:
         record(tmp_path, model, step, steps=3)
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_a_checked_step_leaves_the_loop_as_it_is(tmp_path):

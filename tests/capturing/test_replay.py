@@ -37,7 +37,7 @@ def capture(store, model, data, **options):
 
 
 def test_losses_outputs_labels_predictions_norms_and_embeddings_are_kept(store, model, data):
-    found = capture(store, model, data, embeddings=["0"])
+    result = capture(store, model, data, embeddings=["0"])
     block = store.read(KEY)
     x, y = data.tensors
     with torch.no_grad():
@@ -51,8 +51,8 @@ def test_losses_outputs_labels_predictions_norms_and_embeddings_are_kept(store, 
     assert (block.column("predicted") == logits.argmax(1).numpy()).all()
     assert np.allclose(block.column("embedding.0"), model[0](x).detach(), atol=1e-6)
     assert block.column("norms").shape == (20, 2)
-    assert found.rows == 20
-    assert "rows of 2 layers" in str(found)
+    assert result.rows == 20
+    assert "rows of 2 layers" in str(result)
 
 
 def test_the_model_is_left_as_it_was(store, model, data):
@@ -99,8 +99,8 @@ def test_hooks_do_not_change_results(store, model, data):
 
 def test_a_second_run_has_nothing_to_do(store, model, data):
     capture(store, model, data)
-    again = capture(store, model, data)
-    assert again.reused_rows == 20
+    second = capture(store, model, data)
+    assert second.reused_rows == 20
 
 
 def test_a_failed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, model, data):
@@ -193,13 +193,13 @@ def test_ids_may_be_in_the_batch(store, model, data):
     shuffled = torch.randperm(20, generator=torch.Generator().manual_seed(0))
     rows = TensorDataset(x[shuffled], y[shuffled], numbers[shuffled])
     capture(store, model, rows, ids=2)
-    found = gk.gradients(store, split="train")
-    assert (found.ids == numbers[shuffled].numpy()).all()
+    result = gk.gradients(store, split="train")
+    assert (result.ids == numbers[shuffled].numpy()).all()
     other = gk.open(store.location + "-plain")
     capture(other, model, data)
     plain = gk.gradients(other, split="train")
     assert torch.allclose(
-        found.restore(numbers)["0.weight"], plain.restore(range(20))["0.weight"], atol=1e-6
+        result.restore(numbers)["0.weight"], plain.restore(range(20))["0.weight"], atol=1e-6
     )
 
 
@@ -256,10 +256,10 @@ def test_unknown_layers_offer_the_nearest(store, model, data):
     named = nn.Sequential()
     named.add_module("hidden", nn.Linear(4, 6))
     named.add_module("output", nn.Linear(6, 3))
-    with pytest.raises(CaptureError, match="did you mean hidden"):
+    with raises(CaptureError, "capture.unknown_layer", fix="hidden"):
         capture(store, named, data, layers="hiden*")
-    found = capture(store, named, data, layers=["*", "!output"])
-    assert [layer.name for layer in found.layers] == ["hidden"]
+    result = capture(store, named, data, layers=["*", "!output"])
+    assert [layer.name for layer in result.layers] == ["hidden"]
 
 
 def test_not_a_number_is_told_with_the_sample(store, model, data):
@@ -293,8 +293,8 @@ def test_some_zero_gradients_are_noted(store, data):
             return model(batch[0]).sum(1)
 
     with pytest.warns(gk.CaptureWarning, match="exactly zero"):
-        found = capture(store, model, data, task=Sum())
-    assert "exactly zero" in found.notes[0]
+        result = capture(store, model, data, task=Sum())
+    assert "exactly zero" in result.notes[0]
 
 
 def test_checkpoints_that_do_not_fit_are_refused(store, model, data, tmp_path):
@@ -322,8 +322,8 @@ def test_checkpoints_come_from_files_folders_and_wrappers(store, model, data, tm
         "b": tmp_path / "hub",
         "c": gk.Weights(state, step=3, lr=0.1),
     }
-    found = capture(store, model, data, checkpoints=sources)
-    assert [one.key.checkpoint for one in found] == ["a", "b", "c"]
+    result = capture(store, model, data, checkpoints=sources)
+    assert [one.key.checkpoint for one in result] == ["a", "b", "c"]
     assert {c.name: c.lr for c in store.checkpoints()} == {"a": None, "b": None, "c": 0.1}
     assert len({gk.gradients(store, split="train", checkpoints=n).weights for n in "abc"}) == 1
 
@@ -342,10 +342,10 @@ def test_uncovered_parameters_are_dense_an_error_or_skipped(store, data):
     with raises(CaptureError, "capture.uncovered", mentions="model (Scaled)"):
         capture(store, model, data, uncovered="error")
     with pytest.warns(gk.CaptureWarning, match="skipped, as no rule covers them: model"):
-        found = capture(store, model, data, uncovered="skip", name="skipped")
-    assert [layer.name for layer in found.layers] == ["head"]
-    found = capture(store, model, data)
-    assert {layer.name: layer.storage for layer in found.layers} == {
+        result = capture(store, model, data, uncovered="skip", name="skipped")
+    assert [layer.name for layer in result.layers] == ["head"]
+    result = capture(store, model, data)
+    assert {layer.name: layer.storage for layer in result.layers} == {
         "model": "dense",
         "head": "factors",
     }
@@ -362,11 +362,11 @@ def test_a_spare_parameter_of_the_whole_model_is_no_layer_that_wakes_up(store):
 
     data = [(torch.randn(3, 4), torch.arange(3)) for _ in range(2)]
     with pytest.warns(gk.CaptureWarning, match="does not use these layers"):
-        kept = gk.capture(
+        report = gk.capture(
             store, Scaled(), data, task=gk.Classification(), split="train", progress=False
         )
-    assert [layer.name for layer in kept.layers] == ["part"]
-    assert kept.rows == 6
+    assert [layer.name for layer in report.layers] == ["part"]
+    assert report.rows == 6
 
 
 def test_unused_layers_are_noted(store, data):
@@ -374,8 +374,8 @@ def test_unused_layers_are_noted(store, data):
     model.spare = nn.Linear(2, 2)
     model.forward = lambda x: model[0](x)
     with pytest.warns(gk.CaptureWarning, match="does not use these layers"):
-        found = capture(store, model, data)
-    assert [layer.name for layer in found.layers] == ["0"]
+        result = capture(store, model, data)
+    assert [layer.name for layer in result.layers] == ["0"]
 
 
 def test_samples_that_influence_each_other_are_refused(store, data):
@@ -416,8 +416,8 @@ def test_out_of_memory_halves_the_batch_and_goes_on(store, model, data):
 
     small = [tuple(t[:2] for t in data.tensors), tuple(t[2:] for t in data.tensors)]
     with pytest.warns(gk.CaptureWarning, match="continuing with"):
-        found = capture(store, model, small, task=Heavy())
-    assert found.rows == 20
+        result = capture(store, model, small, task=Heavy())
+    assert result.rows == 20
     plain = gk.open(store.location + "-plain")
     capture(plain, model, data)
     a, b = (gk.gradients(s, split="train").restore(range(20)) for s in (store, plain))

@@ -31,10 +31,10 @@ def test_labels_are_as_frequent_as_they_are_probable(single):
         model.weight.zero_()
         model.bias.copy_(torch.tensor([0.8]) if single else torch.tensor([0.1, 1.0, -1.0]))
     x = torch.arange(4000.0).unsqueeze(1)
-    found = drawn(model, (x, torch.zeros(4000, dtype=torch.long)))
-    wanted = model.bias.softmax(0) if not single else torch.tensor([-0.4, 0.4]).softmax(0)
-    shares = torch.bincount(found, minlength=len(wanted)) / 4000
-    assert torch.allclose(shares, wanted.detach(), atol=0.03)
+    result = drawn(model, (x, torch.zeros(4000, dtype=torch.long)))
+    expected = model.bias.softmax(0) if not single else torch.tensor([-0.4, 0.4]).softmax(0)
+    shares = torch.bincount(result, minlength=len(expected)) / 4000
+    assert torch.allclose(shares, expected.detach(), atol=0.03)
 
 
 def test_losses_and_gradients_are_those_of_the_drawn_labels(tmp_path):
@@ -45,17 +45,17 @@ def test_losses_and_gradients_are_those_of_the_drawn_labels(tmp_path):
     gk.capture(store, model, [batch], task=task, split="train", name="sampled", progress=False)
     labels = drawn(model, batch)
     block = store.read(gk.store.CaptureKey("final", "train", "main", "sampled"))
-    wanted = nn.functional.cross_entropy(model(batch[0]), labels, reduction="none")
-    assert np.allclose(block.column("loss"), wanted.detach(), rtol=1e-5)
+    expected = nn.functional.cross_entropy(model(batch[0]), labels, reduction="none")
+    assert np.allclose(block.column("loss"), expected.detach(), rtol=1e-5)
     assert np.array_equal(block.column("label"), labels)
-    found = gk.gradients(store, split="train", name="sampled").restore(range(6))["bias"]
+    result = gk.gradients(store, split="train", name="sampled").restore(range(6))["bias"]
     one_hot = nn.functional.one_hot(labels, 3)
-    assert torch.allclose(found, model(batch[0]).softmax(1) - one_hot, atol=1e-5)
+    assert torch.allclose(result, model(batch[0]).softmax(1) - one_hot, atol=1e-5)
 
 
 def test_what_the_task_is_called_stays_as_it_was():
     assert gk.Classification().describe() == "gradkeep.Classification()"
-    told = gk.Classification(labels="sampled", seed=2).describe()
-    assert told == "gradkeep.Classification(labels='sampled', seed=2)"
+    text = gk.Classification(labels="sampled", seed=2).describe()
+    assert text == "gradkeep.Classification(labels='sampled', seed=2)"
     with pytest.raises(CaptureError, match="'true'"):
         gk.Classification(labels="true")

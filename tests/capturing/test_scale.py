@@ -16,12 +16,12 @@ FREE = PlaceCosts("free", 0.0, 0.0, math.inf)
 
 def test_twice_as_many_workers_take_half_of_the_time_until_one_process_seals():
     costs = WorkerCosts(0.0, 0.0, 0.01, 10.0, 100, 0.0001)
-    found = [
+    result = [
         scale_plan(costs, rows=6400, workers=workers, place=FREE, memory=0)
         for workers in (1, 2, 4, 64, 1000)
     ]
-    assert [one.worker_seconds for one in found] == pytest.approx([64, 32, 16, 1, 1])
-    assert found[-2].seconds == pytest.approx(1 + 0.64)
+    assert [one.worker_seconds for one in result] == pytest.approx([64, 32, 16, 1, 1])
+    assert result[-2].seconds == pytest.approx(1 + 0.64)
 
 
 @given(
@@ -76,7 +76,7 @@ def test_a_plan_is_taken_to_a_billion_rows(monkeypatch, tmp_path):
 
 
 def test_a_disk_is_measured(tmp_path):
-    found = measure_folder(str(tmp_path))
-    assert found.measured
-    assert 0 < found.put_seconds < 10
-    assert 1e5 < found.bytes_per_second < 1e13
+    result = measure_folder(str(tmp_path))
+    assert result.measured
+    assert 0 < result.put_seconds < 10
+    assert 1e5 < result.bytes_per_second < 1e13

@@ -62,25 +62,25 @@ def agreement(ours, theirs):
 
 def test_16_bit_and_checkpointed_models_keep_the_coordinates_of_plain_ones(store):
     low = Speaker().bfloat16()
-    wanted, _ = bits(store, copy.deepcopy(low).float(), DataLoader(data(), 8), "wide")
-    found, _ = bits(store, low, DataLoader(data(), 8), "low")
-    assert agreement(found, wanted) > 0.99
+    expected, _ = bits(store, copy.deepcopy(low).float(), DataLoader(data(), 8), "wide")
+    result, _ = bits(store, low, DataLoader(data(), 8), "low")
+    assert agreement(result, expected) > 0.99
     plain, _ = bits(store, Speaker(), DataLoader(data(), 8), "plain")
     hidden, _ = bits(store, Speaker(checkpointed=True), DataLoader(data(), 8), "hidden")
     assert agreement(hidden, plain) > 0.99
 
 
 def test_documents_of_packs_and_columns_are_kept_small_too(store):
-    wanted, _ = bits(store, Speaker(), DataLoader(data(), 8), "plain")
+    expected, _ = bits(store, Speaker(), DataLoader(data(), 8), "plain")
 
     def packed(rows):
         tokens = torch.cat([row["input_ids"] for row in rows])[None]
         places = torch.arange(7).repeat(len(rows))[None]
         return {"input_ids": tokens, "position_ids": places, "text": [row["text"] for row in rows]}
 
-    told = [row | {"text": f"story {at}"} for at, row in enumerate(data())]
-    loader = DataLoader(told, 8, collate_fn=packed)
-    found, block = bits(store, Speaker(), loader, "packs", columns=["text"])
+    text = [row | {"text": f"story {at}"} for at, row in enumerate(data())]
+    loader = DataLoader(text, 8, collate_fn=packed)
+    result, block = bits(store, Speaker(), loader, "packs", columns=["text"])
     assert block.column("text") == [f"story {at}" for at in range(40)]
     assert len(block) == 40
-    assert found.keys() == wanted.keys()
+    assert result.keys() == expected.keys()

@@ -43,8 +43,8 @@ def test_losses_of_spans_add_up_to_that_of_the_sequence(reduction):
     task = [gk.LanguageModeling(reduction=reduction, span=span) for span in SPANS]
     parts = [one.measure(model, batch) for one in task]
     torch.testing.assert_close(sum(part.losses for part in parts), whole)
-    told = torch.stack([(~part.tokens.isnan()).sum(1) for part in parts]).sum(0)
-    assert told.tolist() == [7, 6, 7, 7]
+    text = torch.stack([(~part.tokens.isnan()).sum(1) for part in parts]).sum(0)
+    assert text.tolist() == [7, 6, 7, 7]
 
 
 def test_a_span_is_of_the_labels_as_they_are_given():
@@ -59,12 +59,12 @@ def test_a_span_is_of_the_labels_as_they_are_given():
 def test_every_row_may_have_its_own_span():
     model, ids = make_model(), tokens(3)
     ends = torch.tensor([[1, 3], [-2, LENGTH], [0, 100]])
-    found = gk.LanguageModeling(span="asked").losses(model, {"input_ids": ids, "asked": ends})
+    result = gk.LanguageModeling(span="asked").losses(model, {"input_ids": ids, "asked": ends})
     for row, (start, stop) in enumerate([(1, 3), (-2, None), (None, None)]):
         one = gk.LanguageModeling(span=(start, stop)).losses(
             model, {"input_ids": ids[row : row + 1]}
         )
-        torch.testing.assert_close(found[row : row + 1], one)
+        torch.testing.assert_close(result[row : row + 1], one)
 
 
 @pytest.mark.parametrize("keep", ["factors", gk.Keep(700, bits=32, rows=16)])
@@ -78,14 +78,14 @@ def test_scores_of_spans_add_up_to_those_of_the_query(store, keep):
     way = "queries" if small else "factors"
     whole = asked(store, model, test, None, keep=way)
     method = "ekfac" if small else "dot"
-    wanted = gk.attribute(store, queries=whole, method=method).numpy()
+    expected = gk.attribute(store, queries=whole, method=method).numpy()
     parts = [
         gk.attribute(store, queries=asked(store, model, test, span, keep=way), method=method)
         for span in SPANS
     ]
-    found = sum(part.numpy() for part in parts)
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
-    assert np.abs(parts[0].numpy()).max() > 1e-3 * np.abs(wanted).max()
+    result = sum(part.numpy() for part in parts)
+    assert np.abs(result - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert np.abs(parts[0].numpy()).max() > 1e-3 * np.abs(expected).max()
 
 
 def test_only_the_span_may_differ_from_the_task_of_the_basis(store):
@@ -99,11 +99,11 @@ def test_only_the_span_may_differ_from_the_task_of_the_basis(store):
 
 
 def test_a_task_without_a_span_is_described_as_before():
-    told = "gradkeep.LanguageModeling(ignore_index=-100, reduction='sum', shift=True)"
-    assert gk.LanguageModeling().describe() == told
+    text = "gradkeep.LanguageModelling(ignore_index=-100, reduction='sum', shift=True)"
+    assert gk.LanguageModeling().describe() == text
     spanned = gk.LanguageModeling(span=(1, None))
-    assert spanned.describe() != told
-    assert spanned.trained_as() == told
+    assert spanned.describe() != text
+    assert spanned.trained_as() == text
     assert gk.Classification().trained_as() == gk.Classification().describe()
 
 
@@ -138,9 +138,9 @@ def test_a_models_own_completion_is_attributed(store):
     batch = gk.completions(prompts, SimpleNamespace(sequences=ids))
     with torch.no_grad():
         logs = model(ids).log_softmax(2)
-    wanted = [-sum(float(logs[row, t - 1, ids[row, t]]) for t in range(3, 7)) for row in range(2)]
-    found = gk.LanguageModeling().losses(model, batch)
-    torch.testing.assert_close(found, torch.tensor(wanted))
+    expected = [-sum(float(logs[row, t - 1, ids[row, t]]) for t in range(3, 7)) for row in range(2)]
+    result = gk.LanguageModeling().losses(model, batch)
+    torch.testing.assert_close(result, torch.tensor(expected))
     task = gk.LanguageModeling()
     train = [{"input_ids": tokens(6, seed=2)}]
     gk.capture(store, model, train, task=task, split="train", progress=False)
@@ -152,14 +152,14 @@ def test_a_models_own_completion_is_attributed(store):
 def test_rows_of_differing_lengths_are_filled_up_at_the_end():
     prompts = torch.tensor([[0, 5, 6], [1, 2, 3]])  # filled up before its begin
     written = torch.tensor([[0, 5, 6, 7, 0, 0], [1, 2, 3, 4, 5, 9]])
-    found = gk.completions(prompts, written, pad=0)
-    assert found["input_ids"].tolist() == [[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 9]]
-    assert found["labels"].tolist() == [
+    result = gk.completions(prompts, written, pad=0)
+    assert result["input_ids"].tolist() == [[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 9]]
+    assert result["labels"].tolist() == [
         [-100, -100, 7, -100, -100, -100],
         [-100, -100, -100, 4, 5, 9],
     ]
     alone = gk.completions([[5, 6], [1, 2, 3]], [[7], [4, 5, 9]], with_prompt=False)
-    assert torch.equal(alone["labels"], found["labels"])
+    assert torch.equal(alone["labels"], result["labels"])
     ended = gk.completions([[5]], [[5, 7, 9, 9, 9]], pad=9, eos=9)
     assert ended["input_ids"].tolist() == [[5, 7, 9]]
 

@@ -51,9 +51,9 @@ class Carrying(nn.Module):
     def forward(self, x):
         if self.state is not None and self.state.shape[1] != len(x):
             self.state = None
-        found, state = self.cells(x.unsqueeze(1), self.state)
+        result, state = self.cells(x.unsqueeze(1), self.state)
         self.state = state.detach()
-        return self.linear(found[:, -1])
+        return self.linear(result[:, -1])
 
 
 class Noisy(Base):

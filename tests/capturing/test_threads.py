@@ -21,8 +21,8 @@ class Checkpointed(nn.Module):
         self.inner, self.outer = nn.Linear(6, 9), nn.Linear(9, 3)
 
     def forward(self, x):
-        found = checkpointing.checkpoint(self.inner, x, use_reentrant=True)
-        return self.outer(torch.tanh(found))
+        result = checkpointing.checkpoint(self.inner, x, use_reentrant=True)
+        return self.outer(torch.tanh(result))
 
 
 MODELS = {
@@ -48,11 +48,11 @@ def captured(folder, model, data):
     gk.capture(store, model, data, task=gk.Classification(), split="train", progress=False)
     (key,) = store.captures()
     block = store.read(key)
-    found = {name: [] for name in block.names}
+    result = {name: [] for name in block.names}
     for batch in block.stream(list(block.names)):
-        for name, parts in found.items():
+        for name, parts in result.items():
             parts.append(np.asarray(batch[name]))
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+    return {name: np.concatenate(parts) for name, parts in result.items()}
 
 
 def check_same(one, other):
@@ -67,10 +67,10 @@ def test_threads_capture_what_one_would(tmp_path, kinds):
     worlds = {kind: make(kind) for kind in kinds}  # one model of each kind, shared
     alone = {kind: captured(tmp_path / f"alone-{kind}", *worlds[kind]) for kind in worlds}
     with ThreadPoolExecutor(4) as threads:
-        found = threads.map(
+        result = threads.map(
             lambda at: captured(tmp_path / str(at), *worlds[kinds[at]]), range(len(kinds))
         )
-        for kind, one in zip(kinds, found, strict=True):
+        for kind, one in zip(kinds, result, strict=True):
             check_same(alone[kind], one)
 
 

@@ -154,14 +154,14 @@ LOADERS = {
 def test_workers_leave_the_bytes_of_one_process(tmp_path, kind):
     loader, options = LOADERS[kind]()
     alone = captured(tmp_path / "alone", loader, **options)
-    kept = captured(tmp_path / "many", loader, engine=Forked(), **options)
+    report = captured(tmp_path / "many", loader, engine=Forked(), **options)
     assert len(contents(tmp_path / "many")) > 1
     assert contents(tmp_path / "many") == contents(tmp_path / "alone")
     assert gk.open(tmp_path / "many").has(KEY.moments) == ("keep" not in options)
-    assert (kept.rows, kept.bytes, kept.reused_rows) == (alone.rows, alone.bytes, 0)
+    assert (report.rows, report.bytes, report.reused_rows) == (alone.rows, alone.bytes, 0)
     assert gk.open(tmp_path / "many").row_sets() == []
-    again = captured(tmp_path / "many", loader, engine=Forked(), **options)
-    assert again.reused_rows == again.rows
+    second = captured(tmp_path / "many", loader, engine=Forked(), **options)
+    assert second.reused_rows == second.rows
 
 
 def test_twenty_kills_cost_no_more_than_the_segments_they_hit(tmp_path):
@@ -206,10 +206,10 @@ def test_real_processes_and_one_that_is_killed(tmp_path):
     killer = threading.Thread(target=kill_one)
     killer.start()
     slow = DataLoader(Patient(480, tmp_path / "notes"), 8)
-    kept = captured(tmp_path / "many", slow, columns=["source"], workers=2)
+    report = captured(tmp_path / "many", slow, columns=["source"], workers=2)
     ended.set()
     killer.join()
-    assert kept.rows == 480
+    assert report.rows == 480
     assert contents(tmp_path / "many") == contents(tmp_path / "alone")
 
 
@@ -243,8 +243,8 @@ class Scaled(gk.Classification):
     scale = 1.0
 
     def measure(self, model, batch):
-        found = super().measure(model, batch)
-        return dataclasses.replace(found, losses=found.losses * Scaled.scale, outputs=None)
+        result = super().measure(model, batch)
+        return dataclasses.replace(result, losses=result.losses * Scaled.scale, outputs=None)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +362,10 @@ def test_a_ray_cluster_of_two_workers_loses_a_node(tmp_path, monkeypatch):
         loser = threading.Thread(target=lose_a_node)
         loser.start()
         engine = farm.engine("ray", address=cluster.address, workers=2)
-        kept = captured(tmp_path / "many", loader, engine=engine)
+        report = captured(tmp_path / "many", loader, engine=engine)
         loser.join()
         assert gone.is_set()
-        assert kept.rows == 1920
+        assert report.rows == 1920
         assert contents(tmp_path / "many") == contents(tmp_path / "alone")
     finally:
         ray.shutdown()

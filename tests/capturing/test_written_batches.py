@@ -76,12 +76,12 @@ WORLDS = {
 
 def arrays(store):
     (key,) = store.captures()
-    block, found = store.read(key), {}
+    block, result = store.read(key), {}
     for batch in block.stream(list(block.names)):
         for name in block.names:
             values = batch[name]
-            found.setdefault(name, []).append(np.asarray(getattr(values, "values", values)))
-    return {name: np.concatenate([one.ravel() for one in parts]) for name, parts in found.items()}
+            result.setdefault(name, []).append(np.asarray(getattr(values, "values", values)))
+    return {name: np.concatenate([one.ravel() for one in parts]) for name, parts in result.items()}
 
 
 @pytest.mark.parametrize("keep", ["exact", "dense", "factors", "losses", "1KiB"])
@@ -91,21 +91,21 @@ def test_every_row_is_that_of_its_own_batch(tmp_path, world, sizes, keep):
     torch.manual_seed(0)
     build, task, make = WORLDS[world]
     model, parts = build(), [make(size) for size in sizes]
-    found = []
+    result = []
     for kind in (Fresh, Refilled):
         store = gk.open(tmp_path / kind.__name__)
         gk.capture(store, model, kind(parts), task=task, split="train", keep=keep, progress=False)
-        found.append(arrays(store))
-    assert found[0].keys() == found[1].keys()
-    for name, values in found[0].items():
-        assert np.array_equal(values, found[1][name]), name
+        result.append(arrays(store))
+    assert result[0].keys() == result[1].keys()
+    for name, values in result[0].items():
+        assert np.array_equal(values, result[1][name]), name
 
 
 def test_ids_that_come_with_the_batch_are_its_own_too(tmp_path):
     torch.manual_seed(0)
     build, task, make = WORLDS["images"]
     parts = [make(3) | {"id": torch.arange(3) + 10 * number} for number in range(4)]
-    found = []
+    result = []
     for kind in (Fresh, Refilled):
         torch.manual_seed(0)
         store = gk.open(tmp_path / kind.__name__)
@@ -115,8 +115,8 @@ def test_ids_that_come_with_the_batch_are_its_own_too(tmp_path):
         assert store.read(key).ids.tolist() == [
             10 * part + row for part in range(4) for row in range(3)
         ]
-        found.append(arrays(store))
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+        result.append(arrays(store))
+    assert all(np.array_equal(result[0][name], result[1][name]) for name in result[0])
 
 
 def test_a_collate_function_may_fill_the_same_tensors(tmp_path):
@@ -132,37 +132,37 @@ def test_a_collate_function_may_fill_the_same_tensors(tmp_path):
                 held[name][row] = value
         return {name: value[: len(samples)] for name, value in held.items()}
 
-    found = []
+    result = []
     for name, options in (("own", {}), ("same", {"collate_fn": collate})):
         store, loader = gk.open(tmp_path / name), DataLoader(rows, batch_size=4, **options)
         gk.capture(store, model, loader, task=task, split="train", progress=False)
-        found.append(arrays(store))
-    for name, values in found[0].items():
-        assert np.array_equal(values, found[1][name]), name
+        result.append(arrays(store))
+    for name, values in result[0].items():
+        assert np.array_equal(values, result[1][name]), name
 
 
 def test_parts_of_a_pass_are_copies_too():
     parts = [pictures(2) for _ in range(5)]
     at, some = batches_within(Refilled(parts), 4, 8)
     assert at == 0
-    for wanted, batch in zip(parts, list(some), strict=True):
-        assert torch.equal(wanted["x"], batch["x"])
+    for expected, batch in zip(parts, list(some), strict=True):
+        assert torch.equal(expected["x"], batch["x"])
 
 
 def test_a_copy_has_the_same_nesting_and_memory_of_its_own():
     tokens = torch.arange(6).view(2, 3)
     weights = torch.ones(2, requires_grad=True)
     batch = {"a": [tokens, np.zeros(2)], "b": (tokens, weights, ["x", "y"]), "c": None}
-    made = copied(batch)
-    assert made["a"][0] is not tokens
-    assert made["b"][1].requires_grad
-    assert made["b"][1].is_leaf
+    built = copied(batch)
+    assert built["a"][0] is not tokens
+    assert built["b"][1].requires_grad
+    assert built["b"][1].is_leaf
     tokens.zero_()
     batch["a"][1][:] = 1
-    assert made["a"][0].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert made["a"][1].tolist() == [0, 0]
-    assert made["b"][2] == ["x", "y"]
-    assert made["c"] is None
+    assert built["a"][0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert built["a"][1].tolist() == [0, 0]
+    assert built["b"][2] == ["x", "y"]
+    assert built["c"] is None
 
 
 class Writing(nn.Module):
@@ -206,17 +206,17 @@ def test_a_model_that_writes_into_its_input_changes_no_data_and_no_row(tmp_path,
     model, x, y = Writing(), torch.randn(12, 4), torch.randint(3, (12,))
     before = x.clone()
     with torch.no_grad():
-        wanted = nn.functional.cross_entropy(model(x.clone()), y, reduction="none")
+        expected = nn.functional.cross_entropy(model(x.clone()), y, reduction="none")
     store, data = gk.open(tmp_path), LOADERS[loader](x, y)
     options = {"task": gk.Classification(), "split": "train", "keep": keep, "progress": False}
     for _ in range(2):  # and when it is run again, which makes some rows once more
         gk.capture(store, model, data, **options)
         assert torch.equal(x, before)
     (key,) = store.captures()
-    assert np.allclose(store.read(key).column("loss"), wanted, atol=1e-6)
+    assert np.allclose(store.read(key).column("loss"), expected, atol=1e-6)
     if keep == "exact":
-        found = gk.gradients(store, split="train")
-        products = gk.query.dot(found, found).values
+        result = gk.gradients(store, split="train")
+        products = gk.query.dot(result, result).values
         assert torch.allclose(products, by_autograd(model, x, y), rtol=1e-4, atol=1e-5)
 
 
@@ -234,11 +234,11 @@ def test_so_it_is_when_nothing_is_kept(method):
     torch.manual_seed(0)
     model, x, y = Writing(), torch.randn(12, 4), torch.randint(3, (12,))
     before, options = x.clone(), {"task": gk.Classification(), "method": method}
-    found = []
+    result = []
     for name in ("own", "list"):
         data = LOADERS[name](x, y)
-        found.append(gk.attribute_once(model, data, data, **options).numpy())
+        result.append(gk.attribute_once(model, data, data, **options).numpy())
         assert torch.equal(x, before)
-    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(result[0], result[1])
     if method == "dot":
-        assert np.allclose(found[0], by_autograd(model, x, y), rtol=1e-4, atol=1e-5)
+        assert np.allclose(result[0], by_autograd(model, x, y), rtol=1e-4, atol=1e-5)

@@ -33,7 +33,7 @@ def matrix(parameter, projection, model=0):
     """The projection of one parameter as a matrix `[P, k]`, entry by entry from its definition."""
     size, k = parameter.size, projection.dim
     words = (projection.seed, model, parameter.name)
-    found = torch.zeros(size, k, dtype=torch.float64)
+    result = torch.zeros(size, k, dtype=torch.float64)
     match projection.kind:
         case "tensor-sketch":
             rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
@@ -45,18 +45,18 @@ def matrix(parameter, projection, model=0):
             for r in range(rows):
                 for c in range(cols):
                     place = c if cols <= k else c % k + int(folds[c // k])
-                    found[r * cols + c, (int(shift[r]) + place) % k] = left[r] * right[c]
+                    result[r * cols + c, (int(shift[r]) + place) % k] = left[r] * right[c]
         case "fold":
-            fold(found, words)
+            fold(result, words)
         case "sjlt":
             bounds = [k * part // 4 for part in range(5)]
             for part in range(4):
-                fold(found[:, bounds[part] : bounds[part + 1]], ("part", part, *words))
-            found /= 2
+                fold(result[:, bounds[part] : bounds[part + 1]], ("part", part, *words))
+            result /= 2
         case "rademacher" | "normal":
             draw = _random.signs if projection.kind == "rademacher" else _random.normals
-            found = draw(size * k, 0, 0, *words).view(size, k).double() / math.sqrt(k)
-    return found
+            result = draw(size * k, 0, 0, *words).view(size, k).double() / math.sqrt(k)
+    return result
 
 
 def fold(into, words):
@@ -69,19 +69,19 @@ def fold(into, words):
 
 def by_matrix(form, rows, projection):
     dense = form.restore(rows).double()
-    at, found = 0, torch.zeros(len(rows), projection.dim, dtype=torch.float64)
+    at, result = 0, torch.zeros(len(rows), projection.dim, dtype=torch.float64)
     for parameter in form.parameters:
-        found += dense[:, at : at + parameter.size] @ matrix(parameter, projection)
+        result += dense[:, at : at + parameter.size] @ matrix(parameter, projection)
         at += parameter.size
-    return found
+    return result
 
 
 @given(layers(), dims, st.sampled_from(SKETCHES), st.integers(-3, 1 << 40))
 def test_equals_the_product_with_its_matrix(layer, dim, kind, seed):
     form, rows = layer
     projection = Projection(kind, max(dim, 4), seed)
-    found = project_rows(form, rows, projection)
-    assert torch.allclose(found, by_matrix(form, rows, projection), atol=1e-10)
+    result = project_rows(form, rows, projection)
+    assert torch.allclose(result, by_matrix(form, rows, projection), atol=1e-10)
 
 
 @given(layers(), dims, st.sampled_from(["matrix", "spectrum", "blocks"]), st.integers(1, 5000))
@@ -90,8 +90,8 @@ def test_every_way_gives_the_same_numbers(layer, dim, way, scratch):
     if way == "blocks" and getattr(getattr(rows, "outer", rows), "offsets", 0) is not None:
         way = "spectrum"
     projection = Projection("tensor-sketch", dim)
-    found = project_rows(form, rows, projection, method=way, scratch=scratch)
-    assert torch.allclose(found, by_matrix(form, rows, projection), atol=1e-10)
+    result = project_rows(form, rows, projection, method=way, scratch=scratch)
+    assert torch.allclose(result, by_matrix(form, rows, projection), atol=1e-10)
 
 
 @given(layers(), dims, st.sampled_from(SKETCHES), st.data())
@@ -112,11 +112,11 @@ def test_independent_of_the_batch_and_of_storage(layer, dim, kind, data):
 def test_two_sided_equals_its_matrices_however_a_layer_is_kept(layer, high, wide):
     form, rows = layer
     projection = TwoSided(high, wide)
-    found = two_sided_rows(form, rows, projection, scratch=500)
-    assert found.shape == (len(rows), projection.width(form.parameters))
+    result = two_sided_rows(form, rows, projection, scratch=500)
+    assert result.shape == (len(rows), projection.width(form.parameters))
     kept = form.restore(rows)
     dense = Dense(form.parameters, "w.gradient", kept.shape[1])
-    assert torch.allclose(two_sided_rows(dense, DenseRows(kept), projection), found, atol=1e-6)
+    assert torch.allclose(two_sided_rows(dense, DenseRows(kept), projection), result, atol=1e-6)
 
 
 def test_two_sided_of_a_linear_layer_is_what_its_definition_says():
@@ -128,8 +128,8 @@ def test_two_sided_of_a_linear_layer_is_what_its_definition_says():
     right = _random.normals(8 * 6, *words, "columns").view(8, 6).double() / math.sqrt(6)
     x = torch.cat([rows.x, torch.ones(5, 1)], 1)
     expected = torch.einsum("br,rk,bc,cj->bkj", rows.g, left, x, right).flatten(1)
-    found = two_sided_rows(form, rows, TwoSided(4, 6, seed=3))
-    assert torch.allclose(found, expected, atol=1e-6)
+    result = two_sided_rows(form, rows, TwoSided(4, 6, seed=3))
+    assert torch.allclose(result, expected, atol=1e-6)
 
 
 def test_two_sided_products_are_right_on_average():
@@ -138,12 +138,12 @@ def test_two_sided_products_are_right_on_average():
     rows = OuterRows(torch.randn(2, 12).double(), torch.randn(2, 9).double())
     dense = form.restore(rows)
     draws = 400
-    found = []
+    result = []
     for seed in range(draws):
         low = two_sided_rows(form, rows, TwoSided(5, 6, seed))
-        found.append(float(low[0] @ low[1] - dense[0] @ dense[1]))
-    spread = np.std(found) / math.sqrt(draws)
-    assert abs(np.mean(found)) < 4 * spread
+        result.append(float(low[0] @ low[1] - dense[0] @ dense[1]))
+    spread = np.std(result) / math.sqrt(draws)
+    assert abs(np.mean(result)) < 4 * spread
     assert spread < 0.1 * float(dense[0].norm() * dense[1].norm())
 
 
@@ -186,13 +186,13 @@ def test_a_capture_gives_what_autograd_gives_by_name(captured, kind):
     store, grads = captured
     projection = Projection(kind, 64, seed=5)
     rows = gk.gradients(store, split="train", of="output")
-    found = project(rows, projection, model="a")
-    assert found.dtype == torch.float32
+    result = project(rows, projection, model="a")
+    assert result.dtype == torch.float32
     expected = project_parameters(grads, projection, model="a")
-    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
-    assert not torch.allclose(found, project(rows, projection, model="b"), atol=1e-2)
+    assert torch.allclose(result, expected, atol=1e-4 * float(expected.abs().max()))
+    assert not torch.allclose(result, project(rows, projection, model="b"), atol=1e-2)
     budget = 5_000_000
-    assert torch.allclose(project(rows, projection, model="a", memory_budget=budget), found)
+    assert torch.allclose(project(rows, projection, model="a", memory_budget=budget), result)
 
 
 def test_gradients_of_the_loss_are_scaled_by_the_slopes(captured):
@@ -212,19 +212,19 @@ def test_chosen_layers_only(captured):
     store, grads = captured
     name = list(gk.gradients(store, split="train").forms)[-1]
     rows = gk.gradients(store, split="train", of="output", layers=name)
-    found = project(rows, Projection(dim=32))
+    result = project(rows, Projection(dim=32))
     chosen = {key: value for key, value in grads.items() if key.startswith(f"{name}.")}
-    assert torch.allclose(found, project_parameters(chosen, Projection(dim=32)), atol=1e-4)
+    assert torch.allclose(result, project_parameters(chosen, Projection(dim=32)), atol=1e-4)
 
 
 def errors(kind, k, x, y, draws):
     """(estimate - true) / (|x| |y|) of one pair over independent projections."""
     form = Dense((Parameter("w", (40, 25)),), "w", 1000)
-    found = []
+    result = []
     for seed in range(draws):
         both = project_rows(form, DenseRows(torch.stack([x, y])), Projection(kind, k, seed))
-        found.append(float(both[0] @ both[1] - x @ y))
-    return np.array(found) / float(x.norm() * y.norm())
+        result.append(float(both[0] @ both[1] - x @ y))
+    return np.array(result) / float(x.norm() * y.norm())
 
 
 @pytest.mark.parametrize("kind", SKETCHES)
@@ -235,12 +235,12 @@ def test_errors_are_what_theory_says(kind):
     # Products of factors, which a TensorSketch could get wrong, and a pair that is not at random.
     x = (u[0][:, None] * v[0]).flatten()
     y = (u[1][:, None] * v[1]).flatten() + 0.3 * x
-    found = errors(kind, k, x, y, draws)
+    result = errors(kind, k, x, y, draws)
     expected = Projection(kind, k).expected_error
     assert expected == 1 / 8
-    assert abs(found.mean()) < 4 * found.std() / math.sqrt(draws)
+    assert abs(result.mean()) < 4 * result.std() / math.sqrt(draws)
     # The variance is (1 + cos^2) / k, less what cannot collide; 300 draws know it to 8 percent.
-    assert 0.7 * expected < found.std() < 1.3 * expected
+    assert 0.7 * expected < result.std() < 1.3 * expected
 
 
 def test_a_smaller_dimension_errs_more():
@@ -260,15 +260,15 @@ def test_projections_of_seeds_models_and_names_are_independent():
     ):
         cosine = float(torch.cosine_similarity(base, other))
         assert abs(cosine) < 5 / math.sqrt(512)
-    again = project_dense(x, Projection(dim=512, seed=np.int64(0)))
-    assert torch.equal(base, again)
+    second = project_dense(x, Projection(dim=512, seed=np.int64(0)))
+    assert torch.equal(base, second)
 
 
 def test_the_first_numbers_are_pinned():
     """What is stored today must be understood tomorrow, on any machine."""
     assert _random.raw(2, 0, "a").tolist() == [5788559034506737022, 1251616126301369296]
-    found = project_dense(torch.arange(8.0)[None], Projection("fold", 4))
-    assert found.tolist() == [[-4.0, 4.0, 4.0, 4.0]]
+    result = project_dense(torch.arange(8.0)[None], Projection("fold", 4))
+    assert result.tolist() == [[-4.0, 4.0, 4.0, 4.0]]
     named = {"w": torch.arange(6.0).view(1, 2, 3)}
     assert project_parameters(named, Projection(dim=4)).tolist() == [[5.0, 0.0, -4.0, -2.0]]
 
@@ -343,6 +343,8 @@ def test_more_numbers_than_memory_are_refused_before_anything_is_made(captured):
 def test_half_precision_is_widened():
     form = Dense((Parameter("w", (3, 2)),), "w", 6)
     rows = DenseRows(torch.randn(2, 6).half())
-    found = project_rows(form, rows, Projection(dim=8))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, project_rows(form, DenseRows(rows.values.float()), Projection(dim=8)))
+    result = project_rows(form, rows, Projection(dim=8))
+    assert result.dtype == torch.float32
+    assert torch.equal(
+        result, project_rows(form, DenseRows(rows.values.float()), Projection(dim=8))
+    )

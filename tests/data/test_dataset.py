@@ -61,5 +61,5 @@ def test_importing_the_data_imports_no_torch():
 def test_real_files_are_read(kind, path, split, options, rows, classes):
     if not (REAL / path).exists():
         pytest.skip(f"no {path} in GRADKEEP_DATA")
-    found = dataset(kind, REAL / path, split, **options)
-    assert (len(found), len(found.classes)) == (rows, classes)
+    result = dataset(kind, REAL / path, split, **options)
+    assert (len(result), len(result.classes)) == (rows, classes)

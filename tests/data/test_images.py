@@ -87,10 +87,10 @@ def test_what_is_written_as_idx_is_read_back(tmp_path_factory, values, compress)
     file = tmp_path_factory.mktemp("idx") / "values"
     content = idx_bytes(values)
     file.write_bytes(gzip.compress(content) if compress else content)
-    found = read_idx(file)
-    assert found.dtype == values.dtype
-    assert found.dtype.isnative
-    np.testing.assert_array_equal(found, values)
+    result = read_idx(file)
+    assert result.dtype == values.dtype
+    assert result.dtype.isnative
+    np.testing.assert_array_equal(result, values)
 
 
 def test_an_idx_file_cut_anywhere_is_refused(tmp_path):
@@ -144,9 +144,9 @@ def test_idx_files_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize("channels", ["first", "last"])
 def test_pictures_in_npz_come_channels_first(tmp_path, channels):
     images = np.random.default_rng(0).integers(0, 256, (4, 3, 5, 6), np.uint8)
-    kept = images if channels == "first" else images.transpose(0, 2, 3, 1)
+    stored = images if channels == "first" else images.transpose(0, 2, 3, 1)
     file = tmp_path / "set.npz"
-    np.savez(file, x_train=kept, y_train=np.array([1, 0, 1, 1]), classes=np.array(["a", "b"]))
+    np.savez(file, x_train=stored, y_train=np.array([1, 0, 1, 1]), classes=np.array(["a", "b"]))
     examples = load_npz(file)
     assert examples.classes == ("a", "b")
     torch.testing.assert_close(examples[:][0], torch.from_numpy(images).float() / 255)
@@ -299,8 +299,8 @@ def test_a_folder_of_pictures_is_sorted_and_passes_over_what_is_none(tmp_path):
     (tmp_path / "README.md").write_text("no class")
     folder = load_image_folder(tmp_path, normalise=False)
     assert folder.classes == ("a", "b")
-    found = [file.relative_to(tmp_path).as_posix() for file in folder.files]
-    assert found == ["a/0.png", "a/deep/er/1.jpg", "b/10.png", "b/2.JPEG"]
+    result = [file.relative_to(tmp_path).as_posix() for file in folder.files]
+    assert result == ["a/0.png", "a/deep/er/1.jpg", "b/10.png", "b/2.JPEG"]
     x, y = next(iter(DataLoader(folder, batch_size=4)))
     assert x.shape == (4, 3, 4, 6)
     assert y.tolist() == [0, 0, 1, 1]

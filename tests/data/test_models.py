@@ -45,7 +45,7 @@ SMALL = {
 
 def small(name, **more):
     sizes, shape = SMALL[name]
-    made = model(name, **{**sizes, **more})
+    built = model(name, **{**sizes, **more})
     generator = torch.Generator().manual_seed(0)
     words = name in ("bert", "gpt")
     x = (
@@ -53,14 +53,14 @@ def small(name, **more):
         if words
         else torch.randn(shape, generator=generator)
     )
-    return made, x
+    return built, x
 
 
 @pytest.mark.parametrize(("name", "sizes", "expected"), PUBLISHED)
 def test_the_models_have_as_many_parameters_as_the_published_ones(name, sizes, expected):
     with torch.device("meta"):
-        made = model(name, **sizes)
-    assert sum(parameter.numel() for parameter in made.parameters()) == expected
+        built = model(name, **sizes)
+    assert sum(parameter.numel() for parameter in built.parameters()) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_layers_have_the_names_that_others_use(name, sizes, path, shape):
 
 @pytest.mark.parametrize("name", models())
 def test_every_parameter_gets_a_gradient_and_every_layer_is_called_once(name):
-    made, x = small(name)
+    built, x = small(name)
     calls = {}
-    for path, layer in made.named_modules():
+    for path, layer in built.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv2d | nn.Embedding):
             layer.register_forward_hook(
                 lambda *_, path=path: calls.update({path: calls.get(path, 0) + 1})
             )
-    logits = made(x)
+    logits = built(x)
     assert logits.shape == ((3, 8, 20) if name == "gpt" else (3, 4 if name == "bert" else 10))
     logits.logsumexp(-1).sum().backward()
-    assert all(parameter.grad is not None for parameter in made.parameters())
+    assert all(parameter.grad is not None for parameter in built.parameters())
     assert set(calls.values()) == {1}
 
 
@@ -115,15 +115,15 @@ def test_the_same_seed_builds_the_same_and_another_seed_another(name):
 
 @pytest.mark.parametrize("name", models())
 def test_a_row_does_not_depend_on_the_rows_beside_it(name):
-    made, x = small(name)
-    made.eval()
-    torch.testing.assert_close(made(x)[1:2], made(x[1:2]), rtol=1e-4, atol=1e-5)
+    built, x = small(name)
+    built.eval()
+    torch.testing.assert_close(built(x)[1:2], built(x[1:2]), rtol=1e-4, atol=1e-5)
 
 
 def test_the_encoder_is_that_of_torch():
-    made, x = small("bert", layers=1)
-    made.eval()
-    layer = made.bert.encoder.layer[0]
+    built, x = small("bert", layers=1)
+    built.eval()
+    layer = built.bert.encoder.layer[0]
     known = nn.TransformerEncoderLayer(
         8, 4, 16, 0.0, "gelu", layer_norm_eps=1e-12, batch_first=True
     ).eval()
@@ -141,31 +141,31 @@ def test_the_encoder_is_that_of_torch():
     ]:
         theirs.load_state_dict(ours.state_dict())
     hidden = torch.tensor([[0] * 8, [0] * 5 + [1] * 3, [0] * 2 + [1] * 6]).bool()
-    embedded = made.bert.embeddings(x)
+    embedded = built.bert.embeddings(x)
     expected = known(embedded, src_key_padding_mask=hidden)
-    found = layer(embedded, hidden[:, None, None])
-    torch.testing.assert_close(found[~hidden], expected[~hidden])
+    result = layer(embedded, hidden[:, None, None])
+    torch.testing.assert_close(result[~hidden], expected[~hidden])
 
 
 def test_what_the_mask_hides_is_not_read():
-    made, x = small("bert", pooler=True, segments=2)
-    made.eval()
+    built, x = small("bert", pooler=True, segments=2)
+    built.eval()
     mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3, [1] + [0] * 7])
     changed = torch.where(mask == 0, 0, x)
     assert not torch.equal(changed, x)
-    assert torch.equal(made(x, mask), made(changed, mask))
-    torch.testing.assert_close(made(x[1:2, :5]), made(x, mask)[1:2])
+    assert torch.equal(built(x, mask), built(changed, mask))
+    torch.testing.assert_close(built(x[1:2, :5]), built(x, mask)[1:2])
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_position_sees_only_what_came_before(tied):
-    made, x = small("gpt", tied=tied)
+    built, x = small("gpt", tied=tied)
     changed = x.clone()
     changed[:, 5] = (x[:, 5] + 1) % 20
-    same = (made(x) == made(changed)).all(-1).all(0)
+    same = (built(x) == built(changed)).all(-1).all(0)
     assert same.tolist() == [True] * 5 + [False] * 3
-    assert (made.lm_head.weight is made.wte.weight) == tied
-    loss = functional.cross_entropy(made(x).flatten(0, 1), x.flatten())
+    assert (built.lm_head.weight is built.wte.weight) == tied
+    loss = functional.cross_entropy(built(x).flatten(0, 1), x.flatten())
     assert loss.item() == pytest.approx(math.log(20), abs=0.1)
 
 
@@ -173,15 +173,15 @@ def test_the_small_models_learn_the_digits():
     x, y = dataset("digits")[:]
     held, truth = dataset("digits", split="test")[:]
     for name, sizes in (("mlp", {"hidden": [64]}), ("cnn", {"width": 8})):
-        made = model(name, **sizes)
-        optimizer = torch.optim.Adam(made.parameters(), 1e-2)
+        built = model(name, **sizes)
+        optimizer = torch.optim.Adam(built.parameters(), 1e-2)
         for _ in range(25):
-            loss = functional.cross_entropy(made(x), y)
+            loss = functional.cross_entropy(built(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        assert (made(held).argmax(1) == truth).float().mean() > 0.9, name
-        assert torch.equal(made(held), made(held.flatten(1)))
+        assert (built(held).argmax(1) == truth).float().mean() > 0.9, name
+        assert torch.equal(built(held), built(held.flatten(1)))
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_what_cannot_be_built_is_refused_with_what_could(name, sizes, code, word
 
 @pytest.mark.parametrize("name", ["bert", "gpt"])
 def test_sequences_longer_than_the_positions_are_refused(name):
-    made, x = small(name)
+    built, x = small(name)
     with raises(DataError, "data.sequence_length", fix="length=16"):
-        made(torch.cat([x, x], 1))
+        built(torch.cat([x, x], 1))
 
 
 def test_the_classes_are_public_and_loaded_when_used():

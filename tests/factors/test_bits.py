@@ -33,29 +33,29 @@ def coded(values, bits, group=0):
 def largest(values, group):
     """What rows of groups decode to, one group after the other."""
     out = torch.zeros_like(values)
-    for row, found in zip(values.tolist(), out, strict=True):
+    for row, result in zip(values.tolist(), out, strict=True):
         starts = range(0, len(row), group)
         places = [max(range(s, s + group), key=lambda at: abs(row[at])) for s in starts]
         size = sum(abs(row[at]) for at in places) / len(places)
         for at in places:
-            found[at] = size if row[at] >= 0 else -size
+            result[at] = size if row[at] >= 0 else -size
     return out
 
 
 def plain(values, bits):
     """What rows decode to, one number after the other."""
     out = torch.empty_like(values)
-    for row, found in zip(values.tolist(), out, strict=True):
+    for row, result in zip(values.tolist(), out, strict=True):
         size = sum(abs(v) for v in row) / len(row)
         step = 0.3352 * (sum(v * v for v in row) / len(row)) ** 0.5
         for at, value in enumerate(row):
             if bits == 1:
-                found[at] = size if value > 0 else -size
+                result[at] = size if value > 0 else -size
             elif bits == 4:
                 level = min(7, max(-8, int((value / step) // 1))) if step else 0
-                found[at] = (level + 0.5) * step
+                result[at] = (level + 0.5) * step
             else:
-                found[at] = value
+                result[at] = value
     return out
 
 
@@ -65,15 +65,15 @@ def test_rows_decode_to_what_they_should(bits, count, size, seed):
     values = torch.randn(count, size) * torch.rand(count, 1).mul(20).sub(10).exp2()
     form = form_of(size, bits)
     rows = coded(values, bits)
-    found, wanted = form.restore(rows), plain(values, bits)
-    torch.testing.assert_close(found, wanted)
+    result, expected = form.restore(rows), plain(values, bits)
+    torch.testing.assert_close(result, expected)
     if bits in PACKED:
         assert rows.codes.dtype == torch.uint8
         assert rows.codes.shape == (count, -(-size * bits // 8))
-    torch.testing.assert_close(form.squared_norms(rows), wanted.square().sum(1))
+    torch.testing.assert_close(form.squared_norms(rows), expected.square().sum(1))
     cut = count // 2
     parts = torch.cat([form.restore(rows.take(0, cut)), form.restore(rows.take(cut, count))])
-    assert torch.equal(parts, found)
+    assert torch.equal(parts, result)
 
 
 @given(widths, widths, st.integers(0, 6), st.integers(1, 40), st.sampled_from([1, 300, 1 << 20]))
@@ -89,8 +89,8 @@ def test_products_and_sums_are_those_of_decoded_rows(bits, other, count, size, s
     close(form.weighted_sum(train, weights), weights @ dense, rtol=1e-4, atol=1e-5)
     close(form.weighted_squares(train, weights), weights @ dense.square(), rtol=1e-4, atol=1e-5)
     if bits == other:
-        found = form.dot(queries, train, compute="dense", scratch=scratch)
-        close(found, left @ dense.t(), rtol=1e-4, atol=1e-5)
+        result = form.dot(queries, train, compute="dense", scratch=scratch)
+        close(result, left @ dense.t(), rtol=1e-4, atol=1e-5)
 
 
 @given(
@@ -107,20 +107,20 @@ def test_of_a_group_the_largest_is_kept_in_a_byte(group, groups, count, kinds, s
     form, rows = form_of(size, 1, group), coded(values, 1, group)
     assert rows.codes.dtype == torch.uint8
     assert rows.codes.shape == (count, groups)
-    wanted, close = largest(values, group), torch.testing.assert_close
-    close(form.restore(rows), wanted)
-    close(form.squared_norms(rows), wanted.square().sum(1))
+    expected, close = largest(values, group), torch.testing.assert_close
+    close(form.restore(rows), expected)
+    close(form.squared_norms(rows), expected.square().sum(1))
     directions = torch.randn(kinds, size)
-    found = form.along(rows, directions, scratch=1 << 20)
-    close(found, directions @ wanted.t(), rtol=1e-4, atol=1e-4)
-    asked = coded(torch.randn(3, size), 32)
+    result = form.along(rows, directions, scratch=1 << 20)
+    close(result, directions @ expected.t(), rtol=1e-4, atol=1e-4)
+    queries = coded(torch.randn(3, size), 32)
     assert form.same_layout(form_of(size, 32))
     assert not form.same_layout(form_of(size, 1))
-    found = form.dot(asked, rows, compute="dense", scratch=1 << 20)
-    close(found, asked.codes @ wanted.t(), rtol=1e-4, atol=1e-4)
+    result = form.dot(queries, rows, compute="dense", scratch=1 << 20)
+    close(result, queries.codes @ expected.t(), rtol=1e-4, atol=1e-4)
     weights = torch.randn(2, count)
-    close(form.weighted_sum(rows, weights), weights @ wanted, rtol=1e-4, atol=1e-5)
-    close(form.weighted_squares(rows, weights), weights @ wanted.square(), rtol=1e-4, atol=1e-5)
+    close(form.weighted_sum(rows, weights), weights @ expected, rtol=1e-4, atol=1e-5)
+    close(form.weighted_squares(rows, weights), weights @ expected.square(), rtol=1e-4, atol=1e-5)
 
 
 def test_groups_that_do_not_come_out_even_are_refused():
@@ -167,13 +167,13 @@ def test_projections_choose_weigh_and_fold(folds, size, choose, seed):
     left, right = torch.randn(1, 5, high), torch.randn(1, 5, wide)
     chosen = torch.randperm(high * wide)[: folds * size].view(folds, size) if choose else None
     weights = torch.randn(folds, size)
-    found = LayerProjection((BlockProjection(left, right, weights, chosen),)).applied(form, rows)
+    result = LayerProjection((BlockProjection(left, right, weights, chosen),)).applied(form, rows)
     (block,) = form.weight_blocks()
     whole = (left.mT @ block.matrices(form.restore(rows)) @ right).flatten(1)
     for j in range(size):
         at = [int(chosen[f, j]) if choose else f * size + j for f in range(folds)]
-        wanted = sum(weights[f, j] * whole[:, at[f]] for f in range(folds))
-        torch.testing.assert_close(found[:, j], wanted, rtol=1e-4, atol=1e-5)
+        expected = sum(weights[f, j] * whole[:, at[f]] for f in range(folds))
+        torch.testing.assert_close(result[:, j], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dense_gradients_are_projected_block_by_block():
@@ -182,9 +182,9 @@ def test_dense_gradients_are_projected_block_by_block():
     matrix, vector = form.weight_blocks()
     one = BlockProjection(torch.eye(30)[None], torch.eye(21)[None], torch.ones(1, 630))
     other = BlockProjection(torch.eye(7)[None], torch.ones(1, 1, 1), torch.ones(1, 7))
-    found = LayerProjection((one, other)).applied(form, rows)
-    assert torch.equal(found[:, :630], matrix.taken(rows.values).flatten(1))
-    assert torch.equal(found[:, 630:], vector.taken(rows.values))
+    result = LayerProjection((one, other)).applied(form, rows)
+    assert torch.equal(result[:, :630], matrix.taken(rows.values).flatten(1))
+    assert torch.equal(result[:, 630:], vector.taken(rows.values))
     assert LayerProjection((None, other)).applied(form, rows).shape == (3, 7)
 
 
@@ -196,8 +196,8 @@ def test_sketched_products_err_by_less_than_a_hundredth_of_the_lengths(bits, gro
     directions[4] *= 1e-6
     for count in (0, 1, 300):
         rows = coded(torch.randn(count, 147, generator=rng), bits, group)
-        found = form.sketched(rows, directions, scratch=1 << 14)
+        result = form.sketched(rows, directions, scratch=1 << 14)
         exact = form.half(rows, directions, scratch=1 << 14)
         lengths = directions.norm(dim=1).outer(form.squared_norms(rows).sqrt())
-        assert found.shape == exact.shape
-        assert bool(((found - exact).abs() <= 0.01 * lengths).all())
+        assert result.shape == exact.shape
+        assert bool(((result - exact).abs() <= 0.01 * lengths).all())

@@ -165,19 +165,19 @@ def autograd(form, rows):
     return torch.cat([grad.flatten() for grad in grads])
 
 
-def close(found, wanted, tolerance=1e-12):
-    assert found.shape == wanted.shape
-    scale = wanted.abs().max().item() if wanted.numel() else 0
-    assert (found.double() - wanted).abs().le(tolerance * (1 + scale)).all()
+def close(result, expected, tolerance=1e-12):
+    assert result.shape == expected.shape
+    scale = expected.abs().max().item() if expected.numel() else 0
+    assert (result.double() - expected).abs().le(tolerance * (1 + scale)).all()
 
 
 @given(st.data(), forms.filter(lambda form: not isinstance(form, Dense)))
 def test_restored_gradients_are_those_of_autograd(data, form):
     rows = data.draw(rows_of(form))
-    found = form.restore(rows)
-    assert found.shape == (len(rows), sum(p.size for p in form.parameters))
+    result = form.restore(rows)
+    assert result.shape == (len(rows), sum(p.size for p in form.parameters))
     for i in range(len(rows)):
-        close(found[i], autograd(form, rows.take(i, i + 1)))
+        close(result[i], autograd(form, rows.take(i, i + 1)))
 
 
 @given(st.data(), forms, st.sampled_from([1, 300, 1 << 20]))
@@ -186,10 +186,10 @@ def test_every_way_gives_the_products_of_restored_gradients(data, form, scratch)
     left, right = form.restore(queries), form.restore(train)
     for compute in form.computes:
         close(form.dot(queries, train, compute=compute, scratch=scratch), left @ right.t())
-        found = form.dot(single(queries), single(train), compute=compute, scratch=scratch)
-        assert found.dtype == torch.float32
+        result = form.dot(single(queries), single(train), compute=compute, scratch=scratch)
+        assert result.dtype == torch.float32
         scale = left.norm(dim=1)[:, None] * right.norm(dim=1)
-        error = (found.double() - left @ right.t()).abs()
+        error = (result.double() - left @ right.t()).abs()
         # Sums of products may cancel; what rounding can reach is bounded by their absolute sum.
         assert (error <= 1e-5 * scale + 2e-5).all()
 
@@ -204,8 +204,8 @@ def test_norms_sums_and_directions_agree_with_restored_gradients(data, form, kin
     close(form.weighted_sum(rows, weights), weights @ dense)
     close(form.weighted_squares(rows, weights), weights @ dense.square())
     for compute in (None, "half", "restored"):
-        found = form.along(rows, directions, scratch=scratch, compute=compute)
-        close(found, directions @ dense.t())
+        result = form.along(rows, directions, scratch=scratch, compute=compute)
+        close(result, directions @ dense.t())
     assert form.squared_norms(single(rows)).dtype == torch.float32
     assert form.weighted_sum(single(rows), weights.float()).dtype == torch.float32
 
@@ -216,11 +216,11 @@ def test_coordinates_between_two_sides_are_those_of_restored_gradients(data, for
     dense = form.restore(rows)
     for block in form.weight_blocks():
         left, right = random(block.groups, block.rows, high), random(block.groups, block.cols, wide)
-        found = form.between(rows, block, left, right)
-        close(found, left.mT @ block.matrices(dense) @ right)
+        result = form.between(rows, block, left, right)
+        close(result, left.mT @ block.matrices(dense) @ right)
         alone = form.between(single(rows), block, left.float(), right.float())
         assert alone.dtype == torch.float32
-        close(alone, found, 1e-4)
+        close(alone, result, 1e-4)
 
 
 @given(st.data(), forms)
@@ -238,8 +238,8 @@ def test_a_not_a_number_stays_in_its_row():
     where = torch.tensor([0, 2, 2, 5])
     rows = OuterRows(random(5, 2), random(5, 3), where)
     rows.g[0, 0] = torch.nan
-    found = form.dot(rows, rows, compute="factored", scratch=1 << 20)
-    assert found.isnan().tolist() == [[True, False, True], [False] * 3, [True, False, False]]
+    result = form.dot(rows, rows, compute="factored", scratch=1 << 20)
+    assert result.isnan().tolist() == [[True, False, True], [False] * 3, [True, False, False]]
 
 
 def test_frequent_and_rare_ids_meet():
@@ -247,8 +247,8 @@ def test_frequent_and_rare_ids_meet():
     form = Lookup((Parameter("w", (50, 64)),), "ids", "g", 50, 64)
     ids = [torch.where(torch.rand(600) < 0.5, 3, torch.randint(50, (600,))) for _ in range(2)]
     left, right = (LookupRows(i, random(600, 64), torch.arange(0, 601, 10)) for i in ids)
-    found = form.dot(left, right, compute="factored", scratch=1 << 16)
-    close(found, form.restore(left) @ form.restore(right).t())
+    result = form.dot(left, right, compute="factored", scratch=1 << 16)
+    close(result, form.restore(left) @ form.restore(right).t())
 
 
 def test_an_unknown_way_and_rows_of_another_form_are_refused():
@@ -265,7 +265,7 @@ def test_products_of_long_rows_keep_the_digits_of_float32():
     size = 1 << 21
     form = Dense((Parameter("w", (size,)),), "d", size)
     rows = DenseRows(random(3, size))
-    found = form.dot(single(rows), single(rows), compute="dense", scratch=1 << 20)
-    wanted = rows.values @ rows.values.t()
+    result = form.dot(single(rows), single(rows), compute="dense", scratch=1 << 20)
+    expected = rows.values @ rows.values.t()
     off = ~torch.eye(3, dtype=torch.bool)  # nearly orthogonal: all digits are rounding's to lose
-    assert (found.double() - wanted)[off].abs().max() < 2e-9 * wanted.max()
+    assert (result.double() - expected)[off].abs().max() < 2e-9 * expected.max()

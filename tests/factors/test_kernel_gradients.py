@@ -31,11 +31,11 @@ def case(channels, filters, kernel, stride, padding, dilation, size, rows, bias)
 
 
 def one_by_one(conv, rows):
-    found = []
+    result = []
     for x, g in zip(rows.wide, rows.narrow, strict=True):
         gradients = torch.autograd.grad((conv(x[None]) * g).sum(), list(conv.parameters()))
-        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
-    return torch.stack(found)
+        result.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return torch.stack(result)
 
 
 @given(
@@ -54,8 +54,8 @@ def test_rows_as_groups_give_what_autograd_gives_row_by_row(**drawn):
     grouped = rows_can_be_groups(form, rows)
     assert grouped == (form.positions >= 2 * math.prod(form.kernel))
     truth = one_by_one(conv, rows)
-    found = form.restore(rows)
-    assert (found - truth).norm() <= 1e-5 * truth.norm()
+    result = form.restore(rows)
+    assert (result - truth).norm() <= 1e-5 * truth.norm()
 
 
 @pytest.mark.parametrize("kernel", [(5, 3), (1, 1)])

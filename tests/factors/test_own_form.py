@@ -112,8 +112,8 @@ def rows():
     return SignRows(torch.randn(6, 12).sign().to(torch.int8), torch.rand(6) + 0.5)
 
 
-def close(found, wanted):
-    assert torch.allclose(found.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+def close(result, expected):
+    assert torch.allclose(result.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_algebra_that_is_not_written_comes_with_the_protocol(rows):
@@ -121,8 +121,8 @@ def test_the_algebra_that_is_not_written_comes_with_the_protocol(rows):
     weights, directions = torch.rand(2, 6), torch.randn(3, 12)
     for compute in FORM.computes:
         for scratch in (1, 1 << 20):
-            found = FORM.dot(rows, rows.take(1, 4), compute=compute, scratch=scratch)
-            close(found, dense @ dense[1:4].T)
+            result = FORM.dot(rows, rows.take(1, 4), compute=compute, scratch=scratch)
+            close(result, dense @ dense[1:4].T)
             close(
                 FORM.along(rows, directions, scratch=scratch, compute=compute), directions @ dense.T
             )
@@ -153,8 +153,8 @@ def test_projections_and_curvature_restore_it(rows):
         torch.einsum("brc,brd->cd", matrices, matrices) / 6,
     )
     basis = VectorBasis(WeightVector(12), torch.eye(12), torch.ones(12))
-    found = torch.cat([part for _, _, part in coordinates(basis, FORM, rows, None)])
-    close(found, dense)
+    result = torch.cat([part for _, _, part in coordinates(basis, FORM, rows, None)])
+    close(result, dense)
     close(coordinate_squares(basis, FORM, rows, None), dense.square().sum(0))
 
 

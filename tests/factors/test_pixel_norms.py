@@ -47,9 +47,9 @@ def test_pixels_give_the_lengths_of_restored_gradients(axes, groups, bias, count
     ]
     form = geometry(2 * groups, 4, size, kernel, stride, padding, dilation, groups, bias)
     rows = rows_of(form, count)
-    found, certain = pixel_norms(form, rows)
+    result, certain = pixel_norms(form, rows)
     truth = form.restore(rows).square().sum(1)
-    torch.testing.assert_close(found[certain], truth[certain], rtol=1e-9, atol=0)
+    torch.testing.assert_close(result[certain], truth[certain], rtol=1e-9, atol=0)
     torch.testing.assert_close(form.squared_norms(rows), truth, rtol=1e-9, atol=1e-12)
 
 
@@ -78,9 +78,9 @@ def test_rows_whose_products_cancel_are_restored():
     rows.wide[5] = 0
     truth = form.restore(ConvolutionRows(rows.wide.double(), rows.narrow.double()))
     truth = truth.square().sum(1)
-    found, certain = pixel_norms(form, rows)
+    result, certain = pixel_norms(form, rows)
     assert certain.tolist() == [False, True, False, True, False, False]
-    assert (found - truth)[::2].abs().max() > 0.01 * truth[::2].max()  # which is why
+    assert (result - truth)[::2].abs().max() > 0.01 * truth[::2].max()  # which is why
     restored = form.restore(rows).square().sum(1)
     torch.testing.assert_close(form.squared_norms(rows)[::2], restored[::2])
     torch.testing.assert_close(

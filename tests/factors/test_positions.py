@@ -68,8 +68,8 @@ def test_a_position_adds_the_product_of_its_own_gradient(kind):
         own = alone(form, rows, at)
         own = [one if isinstance(one, torch.Tensor) else one[0] for one in own]
         for part, gradient in zip(parts, own, strict=True):
-            wanted = directions[:, : len(gradient)] @ gradient
-            torch.testing.assert_close(part.values[:, at], wanted)
+            expected = directions[:, : len(gradient)] @ gradient
+            torch.testing.assert_close(part.values[:, at], expected)
     whole = form.along(rows, directions, scratch=1 << 20)
     for row in range(len(LENGTHS)):
         summed = sum(p.values[:, OFFSETS[row] : OFFSETS[row + 1]].sum(1) for p in parts)
@@ -94,10 +94,10 @@ def test_pulled_back_directions_have_the_products_of_coordinates(folds, chosen):
     places = torch.randint(6, (folds, size)) if chosen else None
     block = BlockProjection(left, right, torch.randn(folds, size).double(), places)
     own = LayerProjection((block,))
-    asked = torch.randn(2, size).double()
-    wanted = asked @ own.applied(form, rows).t()
-    found = own.pulled_back(form, asked) @ form.restore(rows).t()
-    torch.testing.assert_close(found, wanted)
+    queries = torch.randn(2, size).double()
+    expected = queries @ own.applied(form, rows).t()
+    result = own.pulled_back(form, queries) @ form.restore(rows).t()
+    torch.testing.assert_close(result, expected)
 
 
 def test_vectors_are_pulled_back_too():
@@ -107,6 +107,6 @@ def test_vectors_are_pulled_back_too():
         torch.randn(1, 6, 2).double(), torch.ones(1, 1, 1).double(), torch.randn(1, 2).double()
     )
     own = LayerProjection((block,))
-    asked = torch.randn(2, 2).double()
-    found = own.pulled_back(form, asked) @ rows.values.t()
-    torch.testing.assert_close(found, asked @ own.applied(form, rows).t())
+    queries = torch.randn(2, 2).double()
+    result = own.pulled_back(form, queries) @ rows.values.t()
+    torch.testing.assert_close(result, queries @ own.applied(form, rows).t())

@@ -178,10 +178,10 @@ def test_a_capture_that_was_begun_goes_on_to_the_same_bytes(then, kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_new_capture_writes_the_bytes_of_then(then, kind, tmp_path):
-    new = tmp_path / "new"
-    capture(new, kind)
-    capture(new, kind, split="test", rows=4, start=40)
-    capture(new, kind, name="dense", keep="dense")
+    new = tmp_path / "new"  # mode=None: 0.1.0 left the model in its own mode
+    capture(new, kind, mode=None)
+    capture(new, kind, mode=None, split="test", rows=4, start=40)
+    capture(new, kind, mode=None, name="dense", keep="dense")
     for split, name in (("train", "main"), ("test", "main"), ("train", "dense")):
         before = segments(then / "store", kind, name, split)
         assert_same_segments(segments(new, kind, name, split), before)

@@ -101,7 +101,7 @@ def backward_per_layer(
 
 
 Uncovered = Literal["dense", "error", "skip"]
-"""What to do with parameters that no factor rule covers."""
+"""Treatment of parameters without a factor rule."""
 _RULE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 

@@ -379,6 +379,11 @@ def has_active_dropout(model: nn.Module) -> bool:
     return any(module.training and _uses_dropout(module) for module in model.modules())
 
 
+def is_mode_sensitive(model: nn.Module) -> bool:
+    """Return True if train and eval mode differ: the model has dropout or batch normalization."""
+    return any(isinstance(m, _BATCH_NORMS) or _uses_dropout(m) for m in model.modules())
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters, or its execution device if they are offloaded."""
     for parameter in model.parameters():

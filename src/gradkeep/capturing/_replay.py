@@ -44,7 +44,13 @@ from gradkeep.capturing._first_batch import (
 )
 from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._moments import FirstMoments
-from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
+from gradkeep.capturing._readiness import (
+    check_recomputable,
+    device_of,
+    in_mode,
+    is_mode_sensitive,
+    ready,
+)
 from gradkeep.capturing._report import Captured, CaptureWarning, report_layer
 from gradkeep.capturing._resume import (
     EarlierRun,
@@ -306,6 +312,9 @@ class Replay:
         per_segment = segment_rows(maker.row_bytes, size, coordinates=small)
         if earlier is not None:
             per_segment = earlier.schema.rows_per_segment
+        mode = "train" if self.model.training else "eval"
+        if earlier is not None and not is_mode_sensitive(self.model):
+            mode = str(earlier.schema.fingerprints.get("mode", mode))
         schema = gs.Schema(
             arrays=(*arrays_for(values), *gradients),
             num_rows=self.batches.num_rows,
@@ -314,7 +323,7 @@ class Replay:
             fingerprints={
                 "weights": weights,
                 "task": self.task.describe(),
-                "mode": "train" if self.model.training else "eval",
+                "mode": mode,
                 "model": type(self.model).__name__,
                 **maker.fingerprints(values),
                 **({"adjustments": adjustments.to_text()} if adjustments else {}),

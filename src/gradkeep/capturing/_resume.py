@@ -125,7 +125,7 @@ class EarlierRun:
 
     @property
     def adjustments(self) -> Adjustments:
-        """What later batches needed beyond the first one."""
+        """Adjustments that later batches of the earlier run needed."""
         return Adjustments.from_text(str(self.schema.fingerprints.get("adjustments", "")))
 
     @property

@@ -120,7 +120,7 @@ def _trained_data(
             code="cli.ambiguous_arrays",
             path=rows.path,
             found=", ".join(names),
-            fix="name them with --masks and --output",
+            fix="Name them with --masks and --output.",
         )
     done = rows.done()
     if len(done) == 0:

@@ -156,7 +156,7 @@ def load_recipe(source: str | None, store: Store | None) -> Recipe:
             found=None
             if known is None
             else f"the store names {short_repr(known)}, which is not run",
-            fix="pass --recipe with your own code, or with code that you have read",
+            fix="Pass --recipe with your own code, or with code that you have read.",
         )
     recipe = load_object(source, gk.evaluate.Recipe, error=EvaluationError)
     if not isinstance(recipe, gk.evaluate.Recipe):

@@ -275,7 +275,7 @@ def delete(
             code="cli.nothing_deleted",
             path=f"{opened.location}/{folders[0]}",
             found=f"{rows} rows, {format_size(size)}",
-            fix="add --yes to delete it",
+            fix="Add --yes to delete it.",
         )
     if key is not None:
         opened.delete(key)

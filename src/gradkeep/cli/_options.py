@@ -32,7 +32,7 @@ QueriesOption = Annotated[str, typer.Option(help="Split of the queries.")]
 TrainOption = Annotated[str, typer.Option(help="Split of the training rows.")]
 CheckpointOption = Annotated[list[str] | None, typer.Option("--checkpoints", help="Repeatable.")]
 RunOption = Annotated[list[str] | None, typer.Option("--run", help="Repeatable.")]
-CaptureOption = Annotated[str, typer.Option("--capture", help="Name of the capture.")]
+CaptureOption = Annotated[str, typer.Option("--name", help="Name of the capture.")]
 MethodOption = Annotated[
     str | None,
     typer.Option("--method", help="See `gradkeep methods`; by default the best for the task."),
@@ -157,7 +157,7 @@ def choose_runs(
         code="cli.ambiguous_run",
         path=store.location,
         found="; ".join(f"{run}: {', '.join(sorted(have))}" for run, have in captured.items()),
-        fix=f"choose one, such as --run {candidates[0]}" if candidates else "name existing splits",
+        fix=f"Choose one, such as --run {candidates[0]}." if candidates else "name existing splits",
     )
 
 

@@ -87,7 +87,7 @@ def pareto(
         raise RematError(
             "nothing to plot",
             code="cli.nothing_to_plot",
-            fix="pass recorded steps, or --model NAME",
+            fix="Pass recorded steps, or --model NAME.",
         )
     names = MAIN_HEURISTICS if heuristics is None else split_words(heuristics)
     budgets = _numbers(ratios)

@@ -155,7 +155,7 @@ def load_step(script: str | os.PathLike[str], function: str = "step") -> Callabl
             code="cli.no_step_function",
             path=path,
             found=", ".join(defined) or "no functions",
-            fix="name a function that does one training step with --function",
+            fix="Name a function that does one training step with --function.",
         )
     return step
 

@@ -1,7 +1,7 @@
 """Moments of both sides of layers that are stored dense, beside their capture in the store.
 
 A dense gradient does not contain its prefixes and suffixes. Second moments of the first rows' factors are small,
-and are all that Kronecker products need.
+and Kronecker products need nothing else.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def serve(
         raise StoreError(
             f"{host!r} can be reached from other machines",
             code="web.remote_host",
-            fix="use 127.0.0.1 with an ssh tunnel, or --allow-remote, which requires a token",
+            fix="Use 127.0.0.1 with an ssh tunnel, or --allow-remote, which requires a token.",
         )
     listening = _listen(host, port)
     port = listening.getsockname()[1]

@@ -235,7 +235,7 @@ def _validate_label(served: ServedStore, table: RowTable, label: int, *, action:
             f"there is no class {label}",
             code="web.unknown_class",
             expected=f"{lowest} to {highest}" if highest >= 0 else "no label: there are no classes",
-            fix="name further classes in gk.Preview(classes=...)",
+            fix="Name further classes in gk.Preview(classes=...).",
         )
 
 

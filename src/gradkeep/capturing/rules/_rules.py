@@ -140,7 +140,7 @@ def unit_gradients(unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int) ->
     return gradients
 
 
-HINT = "gk.layers(model) lists them"
+HINT = "gk.layers(model) lists them."
 """How a user finds the names of layers."""
 ROOT = "model"
 """Name of the unit of the model's own parameters."""

@@ -147,7 +147,8 @@ def verify_removals(
     """
     if repeats < 1 or len(removals) == 0:
         raise DatamodelsError(
-            "verification needs a removal and a repeat or more", code="datamodels.nothing_to_verify"
+            "verification needs at least a removal and one repeat",
+            code="datamodels.nothing_to_verify",
         )
     n, targets = fitted.weights.shape
     whole = checked_base(base, n)

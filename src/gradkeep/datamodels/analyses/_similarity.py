@@ -45,7 +45,7 @@ def similarity(fitted: Datamodels, other: Datamodels | None = None) -> AnyArray:
     """
     if other is not None and len(other.weights) != len(fitted.weights):
         raise DatamodelsError(
-            "the fits are of different training sets",
+            "the fits have different training sets",
             code="datamodels.other_examples",
             found=f"{len(fitted.weights)} and {len(other.weights)} examples",
         )
@@ -304,7 +304,7 @@ def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -
     t = len(rows)
     if not 1 <= count <= t:
         raise DatamodelsError(
-            "as many clusters as targets at most",
+            "count exceeds the number of targets",
             code="datamodels.cluster_count",
             found=count,
             expected=f"1 to {t}",

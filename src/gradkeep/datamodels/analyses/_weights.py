@@ -255,7 +255,7 @@ def learning_curve(
     counts = [size for size in counts if sizes is not None or size >= 20]
     if not counts or counts[0] < 1 or counts[-1] > len(rest):
         raise DatamodelsError(
-            "these sizes cannot be taken from the models that are not left out",
+            "sizes exceed the number of models that are not held out",
             code="datamodels.curve_sizes",
             found=counts,
             expected=f"1 to {len(rest)}",

@@ -214,7 +214,7 @@ class Counts:
         """The counts of all but these models, which must be among them; nothing is changed."""
         if len(masks) > self.models:
             raise DatamodelsError(
-                "more models to leave out than were counted",
+                "more models to hold out than were counted",
                 code="datamodels.too_many_held_out",
                 found=len(masks),
                 expected=f"at most {self.models}",

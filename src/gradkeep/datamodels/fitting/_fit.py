@@ -155,9 +155,9 @@ def fit(
     rows, parts = left_out(held_out, folds, models=models, prior=scores is not None)
     if parts and options.penalty == "means":
         raise DatamodelsError(
-            "a difference of means has no penalty that folds could choose",
+            "penalty='means' has no penalty to select by folds",
             code="datamodels.means_have_no_penalty",
-            fix="pass held_out=",
+            fix="Pass held_out=.",
         )
     if parts:
         return work.by_folds(parts)
@@ -172,7 +172,7 @@ def _check_device(device: str) -> None:
     except RuntimeError as error:
         message = str(error).splitlines()[0][:200]
         raise DatamodelsError(
-            "there is no such device", code="datamodels.device", found=message, expected="cpu"
+            "unknown device", code="datamodels.device", found=message, expected="cpu"
         ) from error
 
 
@@ -471,9 +471,9 @@ def grown(fitted: Datamodels, masks: Masks, outputs: AnyArray) -> Datamodels:
     """The fit with more models: counts added, weights started from the earlier ones."""
     if fitted.counts is None:
         raise DatamodelsError(
-            "this fit was loaded without its counts",
+            "the fit was loaded without its counts",
             code="datamodels.no_counts",
-            fix="fit all models together",
+            fix="Fit all models together.",
         )
     options = fitted.options
     seen = None

@@ -48,18 +48,18 @@ class Masks:
         wide = -(-self.num_examples // 8)
         if self.bits.dtype != np.uint8 or self.bits.ndim != 2 or self.bits.shape[1] != wide:
             raise DatamodelsError(
-                "these are not the packed bits of masks",
+                "not packed masks",
                 code="datamodels.packed_bits",
                 found=f"{self.bits.dtype} {list(self.bits.shape)}",
                 expected=f"uint8 [models, {wide}] for {self.num_examples} examples",
-                fix="use Masks.of(array) for masks that are not packed",
+                fix="Use Masks.of(array) for masks that are not packed.",
             )
         spare = wide * 8 - self.num_examples
         if spare and bool((self.bits[:, -1] >> (8 - spare)).any()):
             raise DatamodelsError(
                 f"bits are set beyond the last of {self.num_examples} examples",
                 code="datamodels.bits_beyond_last",
-                fix="pack with numpy.packbits(masks, axis=1, bitorder='little')",
+                fix="Pack with numpy.packbits(masks, axis=1, bitorder='little').",
             )
 
     @classmethod
@@ -180,7 +180,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
             "masks must hold only zeros and ones",
             code="datamodels.mask_values",
             found=f"{rows[row, column]} for model {start + row}, example {column}",
-            fix="pass masks > 0, or the weights' support, if that is what is meant",
+            fix="Pass masks > 0, or the weights' support, if that is what is meant.",
         )
 
 

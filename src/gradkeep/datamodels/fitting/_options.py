@@ -87,11 +87,11 @@ def fit_layout(
     least = held + each + _PANEL * examples * _LEAST_ROWS
     if budget < least:
         raise BudgetError(
-            "the memory budget is below the least that this fit can do with",
+            "the memory budget is too small for this fit",
             code="budget.fit_too_small",
             found=format_bytes(budget),
             expected=f"{format_bytes(least)} or more ({least} bytes)",
-            fix="raise memory_budget, or fit the targets in several parts",
+            fix="Raise memory_budget, or fit the targets in several parts.",
         )
     spare = budget - least
     count = 1 + spare // 4 // each
@@ -154,11 +154,11 @@ class FitOptions:
             )
         if self.dtype == "float32" and self.tolerance < 1e-6:
             raise DatamodelsError(
-                "float32 cannot prove so small a gap",
+                "float32 cannot certify such a small gap",
                 code="datamodels.float32_tolerance",
                 found=f"tolerance {self.tolerance}",
                 expected="1e-6 or more",
-                fix="pass dtype='float64'",
+                fix="Pass dtype='float64'.",
             )
 
     def check_prior(self, prior: AnyArray | None, examples: int) -> None:
@@ -167,7 +167,7 @@ class FitOptions:
             raise DatamodelsError(
                 "a difference of means takes no prior",
                 code="datamodels.means_with_prior",
-                fix="use penalty='ridge' with a prior",
+                fix="Use penalty='ridge' with a prior.",
             )
         allowed = self.variances
         if allowed is None:
@@ -231,7 +231,7 @@ def checked_outputs(masks: Masks, outputs: Any) -> AnyArray:
             code="datamodels.output_not_finite",
             found=f"{array[row, target]} for model {row}, target {target}; "
             f"{len(models)} of {len(array)} models are affected",
-            fix="leave those models out: keep = np.isfinite(outputs).all(1); "
+            fix="Leave those models out: keep = np.isfinite(outputs).all(1); "
             "fit(masks[keep], outputs[keep])",
         )
     return array
@@ -290,7 +290,7 @@ def fractions(
             else "without a penalty no gap can be proven",
             code="datamodels.no_penalty",
             found="a lambda of 0",
-            fix="leave out the 0; a small one such as 1e-3 is nearly none"
+            fix="Leave out the 0; a small one such as 1e-3 is nearly none"
             + (", or train more models" if few else ""),
         )
     return values
@@ -306,7 +306,7 @@ def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> t
         raise DatamodelsError(
             "held_out and folds exclude each other",
             code="datamodels.held_out_and_folds",
-            fix="pass one of them",
+            fix="Pass one of them.",
         )
     if folds is not None:
         return None, folds
@@ -337,11 +337,11 @@ def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
             )
     if len(rows) < _LEAST_LEFT_OUT or models - len(rows) < _LEAST_LEFT_OUT:
         raise DatamodelsError(
-            "too few models to leave some out",
+            "too few models to hold some out",
             code="datamodels.too_few_models",
             found=f"{models} models, {len(rows)} left out",
             expected=f"{_LEAST_LEFT_OUT} or more on either side",
-            fix="train more models, or pass lam= and held_out=None",
+            fix="Train more models, or pass lam= and held_out=None.",
         )
     return rows
 

@@ -164,7 +164,7 @@ class Datamodels:
         array = checked_outputs(masks, outputs)
         if array.shape[1] != self.weights.shape[1]:
             raise DatamodelsError(
-                "these outputs have other targets than the fit",
+                "the outputs have other targets than the fit",
                 code="datamodels.other_targets",
                 found=f"{array.shape[1]} targets",
                 expected=f"{self.weights.shape[1]}",
@@ -174,7 +174,7 @@ class Datamodels:
     def _check_examples(self, masks: Masks) -> None:
         if masks.num_examples != len(self.weights):
             raise DatamodelsError(
-                "these masks are of another data set than the fit",
+                "the masks are of another data set than the fit",
                 code="datamodels.other_examples",
                 found=f"{masks.num_examples} examples",
                 expected=f"{len(self.weights)}",
@@ -249,7 +249,7 @@ def load(store: Store | str | os.PathLike[str], name: str) -> Datamodels:
     facts = dict(block.schema.fingerprints)
     if facts.get("kind") != _KIND:
         raise DatamodelsError(
-            "these are not fitted datamodels",
+            "not fitted datamodels",
             code="datamodels.not_a_fit",
             path=block.path,
             found=facts.get("kind", "scores"),

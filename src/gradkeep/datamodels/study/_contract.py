@@ -63,12 +63,12 @@ def _refuse(store: Store, spec: Spec, name: str) -> None:
             "these models were begun with another spec; nothing was changed",
             path=rows.path,
             found="".join(f"\n    {line}" for line in differences),
-            fix="use another name or store; more models of the same kind: --grow",
+            fix="Use another name or store; more models of the same kind: --grow.",
         )
     done = len(rows.done())
     if done:
         raise DatamodelsError(
-            "these models were begun before; nothing was changed",
+            "the study exists with other settings; nothing was changed",
             code="datamodels.study_exists",
             path=rows.path,
             found=f"{done} of {rows.num_rows} models are done",
@@ -134,7 +134,7 @@ def models_of(store: Store | str | os.PathLike[str], name: str | None = None) ->
         return store.rows(known[0])
     if name is None or name not in known:
         raise DatamodelsError(
-            "there are no such models in this store",
+            "the store has no such study",
             code="datamodels.unknown_study",
             path=store.location,
             found="no name" if name is None else name,
@@ -206,11 +206,11 @@ def load_main(module: str) -> Callable[..., Any]:
         if error.name is None or not module.startswith(error.name):
             raise  # something that the module itself needs is missing: its traceback says what
         raise DatamodelsError(
-            "there is no such module",
+            "module not found",
             code="datamodels.unknown_module",
             found=module,
             expected="a dotted name that can be imported from here, such as examples.train",
-            fix="run in the folder above it, or set PYTHONPATH",
+            fix="Run in the folder above it, or set PYTHONPATH.",
         ) from error
     main = getattr(entry, "main", None)
     if not callable(main):
@@ -229,7 +229,7 @@ def load_main(module: str) -> Callable[..., Any]:
             code="datamodels.main_signature",
             found=str(error),
             expected="def main(*_, index, logdir): ... returning a dictionary",
-            fix="name the module with the training script",
+            fix="Name the module with the training script.",
         ) from None
     function: Callable[..., Any] = main
     return function

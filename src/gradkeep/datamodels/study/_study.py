@@ -147,10 +147,10 @@ class Study:
             rows = self.store.rows(self.name, self.schema)
         except SchemaMismatchError as error:
             raise SchemaMismatchError(
-                "this study was begun differently; nothing was changed",
+                "the study exists with other settings; nothing was changed",
                 path=error.path,
                 found=error.found,
-                fix="make it as before, or give the new one another name",
+                fix="Make it as before, or give the new one another name.",
             ) from None
         if self._num_models > rows.num_rows:
             rows.grow(self._num_models)
@@ -227,10 +227,10 @@ class Study:
         whole = np.flatnonzero(np.bincount(subset) == self.job.repeats) if len(done) else subset
         if self.job.repeats < 2 or len(whole) < 2:
             raise DatamodelsError(
-                "the ceiling needs subsets that several models have seen",
+                "the ceiling needs several models per subset",
                 code="datamodels.ceiling_needs_repeats",
                 found=f"repeats={self.job.repeats}, {len(whole)} such subsets are done",
-                fix="make the study with repeats=2 or more, under another name, and run it",
+                fix="Make the study with repeats=2 or more, under another name, and run it.",
             )
         rows = (whole[:, None] * self.job.repeats + np.arange(self.job.repeats)).ravel()
         values = self.outputs(output, models=rows.tolist()).astype(np.float64)
@@ -252,9 +252,9 @@ class Study:
         """
         if self._blank is None:
             raise DatamodelsError(
-                "this study does not keep its models",
+                "the study does not save its models",
                 code="datamodels.models_not_saved",
-                fix="make it with keep_models=True",
+                fix="Make it with keep_models=True.",
             )
         flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
         return restore_weights(self._blank(), np.asarray(flat))
@@ -289,9 +289,9 @@ class Study:
         queries = self.job.outputs[self._output(output)].examples if test is None else test
         if queries is None:
             raise DatamodelsError(
-                "this output does not say which examples it is about",
+                "the output has no query examples",
                 code="datamodels.output_without_examples",
-                fix="pass them as test=",
+                fix="Pass them as test=.",
             )
         from gradkeep.capturing._capture import capture
         from gradkeep.capturing._report import Captured
@@ -300,7 +300,7 @@ class Study:
         taken = [name for name in _RESERVED if name in options]
         if taken:
             raise DatamodelsError(
-                "the study itself names what it captures",
+                "these options are set by the study",
                 code="datamodels.reserved_option",
                 found=", ".join(taken),
                 expected="the model's number as checkpoint, the study's name as run",
@@ -416,7 +416,7 @@ class Study:
         output, packed = self._output(output), Masks.of(masks)
         if packed.num_examples != self.job.num_examples:
             raise DatamodelsError(
-                "masks are of other examples",
+                "the masks are of another data set than the study",
                 code="datamodels.other_examples",
                 found=f"{packed.num_examples} columns",
                 expected=self.job.num_examples,
@@ -435,7 +435,7 @@ class Study:
         if not outcome.complete:
             why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
             raise DatamodelsError(
-                "some of the trainings without these examples failed",
+                "some trainings failed",
                 code="datamodels.retraining_failed",
                 path=rows.path,
                 found="; ".join([str(outcome.progress), *why]),
@@ -454,7 +454,7 @@ class Study:
             return names[0]
         if name not in names:
             raise DatamodelsError(
-                "which output?",
+                "the study has several outputs, or none of this name",
                 code="datamodels.unknown_output",
                 found=name,
                 expected=" or ".join(names),
@@ -475,7 +475,7 @@ class Study:
                 "these models cannot be trained stacked",
                 code="datamodels.not_stackable",
                 expected='a Training, subsets="fixed", outputs that follow from logits, no budget',
-                fix="leave out stacked=True",
+                fix="Leave out stacked=True.",
             )
         if not possible or requested is not None:
             return bool(requested)
@@ -517,9 +517,9 @@ def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] |
         return keep
     if not isinstance(train_fn, Training):
         raise DatamodelsError(
-            "how to make an untrained model is not known",
+            "keep_models needs a function that builds an untrained model",
             code="datamodels.untrained_model",
-            fix="give keep_models a function that returns one",
+            fix="Give keep_models a function that returns one.",
         )
     return train_fn.model
 

@@ -422,7 +422,7 @@ def restore_weights(model: Any, flat: AnyArray) -> Any:
             state[name] = torch.from_numpy(part.copy()).reshape(value.shape).to(value.dtype)
     if at != len(flat):
         raise DatamodelsError(
-            "this model has another number of weights than those that were kept",
+            "the model has another number of weights than the saved one",
             code="datamodels.weight_count",
             found=at,
             expected=len(flat),
