@@ -109,13 +109,13 @@ def compare_prices(rows: int, rounds: int) -> bool:
         _lm_price.measure_basis_seconds(net, batches[:8], KEEP) * share / statistics.median(plains)
     )
     many = statistics.median(ratios["ours"]) - spent + spent * min(1.0, rows / _lm_price.ROWS)
-    late = many > PRICE
+    is_missed = many > PRICE
     print(
         f"  ours: {spent:.2f} of it for the basis, {many:.2f} for {_lm_price.ROWS} rows "
-        f"{'MISSES' if late else 'reaches'} {PRICE}",
+        f"{'MISSES' if is_missed else 'reaches'} {PRICE}",
         flush=True,
     )
-    return late
+    return is_missed
 
 
 def search_by_cosine(index: Path, place: str) -> torch.Tensor:
@@ -175,9 +175,9 @@ def compare_lds() -> bool:
     for epoch in (2, setting.epochs):
         net = convert_to_transformers(truth.model(epoch))
         with torch.no_grad():
-            apart = net(setting.queries).logits - truth.model(epoch)(setting.queries)
-        print(f"  epoch {epoch}: logits differ by {float(apart.abs().max()):.1e} at most")
-        assert float(apart.abs().max()) < 1e-4
+            difference = net(setting.queries).logits - truth.model(epoch)(setting.queries)
+        print(f"  epoch {epoch}: logits differ by {float(difference.abs().max()):.1e} at most")
+        assert float(difference.abs().max()) < 1e-4
         scores, taken = score_with_bergson(net, setting.train, setting.queries)
         their_scores = [_lm_truth.compute_lds(values, truth) for values in scores.values()]
         default, best = their_scores[0], max(their_scores, key=lambda score: score.mean)

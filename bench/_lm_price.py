@@ -208,18 +208,18 @@ def compare_prices(name: str, rows: int, rounds: int) -> bool:
             print(f"  a plain forward and backward pass: {price.plain:.3f} CPU s for 1000 tokens")
             first = False
         bar = EXACT_PRICE if keep == "exact" else PRICE
-        late = price.ratio_of_bar_rows > bar
+        is_missed = price.ratio_of_bar_rows > bar
         promised = float("inf") if keep == "exact" else gk.Keep(keep).row_bytes
         large = price.row_bytes > promised
         print(
             f"  keep={keep:6} {price.rows:>5} rows: {price.ratio:.2f} x a plain pass "
             f"[{price.least:.2f}, {price.most:.2f}], {price.basis:.2f} of it for the basis;"
-            f" {price.ratio_of_bar_rows:.2f} for {ROWS} rows {'MISSES' if late else 'reaches'} {bar};"
+            f" {price.ratio_of_bar_rows:.2f} for {ROWS} rows {'MISSES' if is_missed else 'reaches'} {bar};"
             f" {price.row_bytes:,.0f} bytes per row"
             f"{' MISSES the requested bytes' if large else ''}",
             flush=True,
         )
-        missed |= late or large
+        missed |= is_missed or large
     return missed
 
 
@@ -231,13 +231,13 @@ def compare_memory(name: str) -> bool:
     print(f"  training with Adam {whole:.0f} MiB, {own:.0f} of it after the imports")
     for keep in ("exact", *SIZES):
         most, more = measure_peak(name, keep)
-        late = most > MEMORY * whole
+        is_missed = most > MEMORY * whole
         print(
             f"  keep={keep:6} {most:.0f} MiB, {more:.0f}: {most / whole:.2f} x, {more / own:.2f} x"
-            f" {'MISSES' if late else 'reaches'} {MEMORY}",
+            f" {'MISSES' if is_missed else 'reaches'} {MEMORY}",
             flush=True,
         )
-        missed |= late
+        missed |= is_missed
     return missed
 
 

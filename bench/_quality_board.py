@@ -94,8 +94,8 @@ def format_table(judgement: Judgement, entries: Sequence[Entry]) -> list[str]:
         assert figure is not None
         ahead = "-"
         if one is not judgement.best:
-            apart = judgement.against_best(one.name)
-            ahead = f"{apart.value:+.3f} [{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]"
+            difference = judgement.against_best(one.name)
+            ahead = f"{difference.value:+.3f} [{difference.interval[0]:+.3f}, {difference.interval[1]:+.3f}]"
         share = "-" if figure.share is None else f"{figure.share:.0%}"
         row_bytes = "-" if price.bytes_per_row is None else f"{price.bytes_per_row:,.0f}"
         mark = "" if not price.peer else " (peer)"
@@ -133,13 +133,13 @@ def compare_with_peers(judgement: Judgement, entries: Sequence[Entry]) -> str:
     first, second = figures[ours], figures[peers]
     assert first is not None
     assert second is not None
-    apart = compare(first, second)
-    low, high = apart.interval
+    difference = compare(first, second)
+    low, high = difference.interval
     verdict = "ahead" if low > 0 else "behind" if high < 0 else "no significant difference"
     share = "" if first.share is None else f", {first.share:.0%} of the ceiling"
     return (
         f"Our best without outcomes, selected on the selection half: *{ours}* ({first.value:.3f}{share}); the "
-        f"best that peers have, *{peers}* ({second.value:.3f}): {apart.value:+.3f} [{low:+.3f}, {high:+.3f}], "
+        f"best that peers have, *{peers}* ({second.value:.3f}): {difference.value:+.3f} [{low:+.3f}, {high:+.3f}], "
         f"{verdict}."
     )
 

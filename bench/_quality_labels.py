@@ -205,23 +205,23 @@ def compare_measures(
         at = one.curve.at.tolist()
         precision = one.curve.values[0, at.index(flips)]
         recall = one.curve.values[1, at.index(2 * flips)]
-        apart = compare(whole, one)
-        low, high = apart.interval
-        ahead = "-" if one is whole else f"{apart.value:+.4f} [{low:+.4f}, {high:+.4f}]"
+        difference = compare(whole, one)
+        low, high = difference.interval
+        ahead = "-" if one is whole else f"{difference.value:+.4f} [{low:+.4f}, {high:+.4f}]"
         lines.append(
             f"| {key} | {format_evaluation(one)} | {precision:.2f} | {recall:.2f} | {ahead} |"
         )
     best = max(
         (one for key, one in evaluations.items() if key != COMBINED), key=lambda one: one.value
     )
-    apart = compare(whole, best)
-    worse = apart.interval[1] < 0
+    difference = compare(whole, best)
+    worse = difference.interval[1] < 0
     lines += [
         "",
         (
             f"Target: the rank sum no worse than the best single measure ({best.subject}) within the interval; "
-            f"{'**missed**' if worse else 'reached'} with {apart.value:+.4f} "
-            f"[{apart.interval[0]:+.4f}, {apart.interval[1]:+.4f}]."
+            f"{'**missed**' if worse else 'reached'} with {difference.value:+.4f} "
+            f"[{difference.interval[0]:+.4f}, {difference.interval[1]:+.4f}]."
         ),
     ]
     low_value = least is not None and whole.value < least

@@ -153,14 +153,14 @@ def _check_bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
     for peer in ("BM25 of bigrams", "Rep-Sim"):
         other = figures[peer]
         assert other is not None
-        apart = compare(ours, other)
-        below = apart.value <= 0
+        difference = compare(ours, other)
+        below = difference.value <= 0
         missed |= below
         lines += [
             "",
             (
-                f"Target: above {peer}; {'**missed**' if below else 'reached'} with {apart.value:+.3f} "
-                f"[{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]."
+                f"Target: above {peer}; {'**missed**' if below else 'reached'} with {difference.value:+.3f} "
+                f"[{difference.interval[0]:+.3f}, {difference.interval[1]:+.3f}]."
             ),
         ]
     return lines, missed

@@ -59,18 +59,20 @@ def describe_difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> 
     if all(map(torch.equal, ours, plain)):
         return "bitwise"
     # Over all values: the gradient of a bias before a normalization is only rounding errors.
-    apart = sum(float((a - b).double().square().sum()) for a, b in zip(ours, plain, strict=True))
+    squared_error = sum(
+        float((a - b).double().square().sum()) for a, b in zip(ours, plain, strict=True)
+    )
     whole = sum(float(b.double().square().sum()) for b in plain)
-    return f"off by {(apart / whole) ** 0.5:.0e}"
+    return f"off by {(squared_error / whole) ** 0.5:.0e}"
 
 
 def measure(name: str) -> None:
     work = build_subject(name)
-    step, beside = (
+    step, reference = (
         make_step(work),
         make_step(build_subject(name)),
     )  # the second is the plain reference
-    step(), beside()
+    step(), reference()
     state = copy.deepcopy(work.model.state_dict())
     plain = compute_gradients(work, step)
     work.model.load_state_dict(state)
@@ -81,7 +83,7 @@ def measure(name: str) -> None:
         work.model.load_state_dict(state)
         numbers = describe_difference(compute_gradients(work, run), plain)
         peak = measure_allocated_peak(run) / base
-        ratio = measure_paired_ratio(beside, run, ROUNDS)
+        ratio = measure_paired_ratio(reference, run, ROUNDS)
         print(
             f"  {label:<24} peak {peak:.3f}, time x{ratio:.3f}, {numbers}, ready after {seconds:.1f} s",
             flush=True,
