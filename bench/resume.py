@@ -31,17 +31,17 @@ def measure_proof(work: Workload, folder: str) -> float:
     from gradkeep.capturing._resume import RecomputeCheck
 
     spent = 0.0
-    plain = RecomputeCheck.look
+    plain = RecomputeCheck.check_batch
 
     def timed(self: RecomputeCheck, ids: object, batch: object) -> None:
         nonlocal spent
         spent += cpu_seconds(lambda: plain(self, ids, batch))
 
-    RecomputeCheck.look = timed
+    RecomputeCheck.check_batch = timed
     try:
         capture_workload(work, folder)
     finally:
-        RecomputeCheck.look = plain
+        RecomputeCheck.check_batch = plain
     return spent
 
 
