@@ -161,7 +161,7 @@ def capture(
     keep: int | str,
     *,
     split: str = "train",
-) -> gk.CaptureReport:
+) -> gk.Captured:
     rows = [{"input_ids": batch} for batch in batches]
     task = gk.LanguageModeling()
     return gk.capture(store, net, rows, task=task, keep=keep, split=split, progress=False)
