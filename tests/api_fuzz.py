@@ -194,11 +194,11 @@ def never(call: Call, argument: str, kind: str) -> bool:
 
 def try_call(call: Call, argument: str, kind: str, *, patience: int = PATIENCE) -> tuple[str, str]:
     """`ok`, `refused`, `wrong`, `ugly` or `hung`, and why."""
-    given = {**call.good(), argument: odd_values()[kind]}
+    values = {**call.good(), argument: odd_values()[kind]}
     try:
         with limited(patience), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call.function(**given)
+            call.function(**values)
     except GradkeepError:
         return "refused", ""
     except TimeoutError as error:
@@ -238,18 +238,18 @@ def tries(known: list[Call], count: int | None, seed: int) -> list[tuple[Call, s
 
 
 def try_all(
-    wanted: list[tuple[Call, str, str]], told: Callable[[str], None] | None = None
+    expected: list[tuple[Call, str, str]], output: Callable[[str], None] | None = None
 ) -> Found:
     """Try them in turn; a slow one gets a second chance, for the machine may be busy."""
-    found = Found()
-    for call, argument, kind in wanted:
+    result = Found()
+    for call, argument, kind in expected:
         verdict, why = try_call(call, argument, kind)
         if verdict == "hung":
             verdict, why = try_call(call, argument, kind, patience=SECOND_PATIENCE)
-        found.counts["tried"] += 1
-        found.counts[verdict] += 1
+        result.counts["tried"] += 1
+        result.counts[verdict] += 1
         if verdict not in ("ok", "refused"):
-            found.bad.append(f"{verdict}: {call.name}({argument}= {kind})  {why}")
-            if told is not None:
-                told(found.bad[-1])
-    return found
+            result.bad.append(f"{verdict}: {call.name}({argument}= {kind})  {why}")
+            if output is not None:
+                output(result.bad[-1])
+    return result

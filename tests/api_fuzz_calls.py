@@ -86,16 +86,24 @@ def calls(w: World) -> list[Call]:
     pair |= {"memory_budget": "1GiB", "weights": None}
     projection = gk.Projection(dim=4)
     fitted = {"fitted": w.fit}
-    kept = {"store": w.store, "split": "train", "run": "main", "name": "main", "of": "loss"}
-    kept |= {"layers": None, "checkpoints": "final"}
-    asked = {"store": w.store, "method": "dot", "queries": "test", "train": "train", "layers": None}
-    asked |= {"run": "main", "name": "main", "compute": None, "memory_budget": "1GiB", "ids": [1]}
-    asked |= {"checkpoints": None, "per_layer": False, "subsets": None, "save": None}
-    asked |= {"engine": None}
-    told = {key: asked[key] for key in ("store", "layers", "run", "name", "memory_budget", "ids")}
-    told |= {"queries": "texts", "train": "texts", "train_ids": [2], "method": "ekfac"}
-    told |= {"checkpoints": None, "loader_ids": None, "run": "texts"}
-    asked |= {"documents": [7, 7, 8, 8, 9, 9], "query_documents": None}
+    stored = {"store": w.store, "split": "train", "run": "main", "name": "main", "of": "loss"}
+    stored |= {"layers": None, "checkpoints": "final"}
+    queries = {
+        "store": w.store,
+        "method": "dot",
+        "queries": "test",
+        "train": "train",
+        "layers": None,
+    }
+    queries |= {"run": "main", "name": "main", "compute": None, "memory_budget": "1GiB", "ids": [1]}
+    queries |= {"checkpoints": None, "per_layer": False, "subsets": None, "save": None}
+    queries |= {"engine": None}
+    output = {
+        key: queries[key] for key in ("store", "layers", "run", "name", "memory_budget", "ids")
+    }
+    output |= {"queries": "texts", "train": "texts", "train_ids": [2], "method": "ekfac"}
+    output |= {"checkpoints": None, "loader_ids": None, "run": "texts"}
+    queries |= {"documents": [7, 7, 8, 8, 9, 9], "query_documents": None}
     options = {"masks": w.masks, "outputs": w.outputs, "penalty": "l1", "lambdas": 3, "folds": None}
     options |= {"share": 0.5, "tolerance": 1e-4, "max_steps": 100, "dtype": "float32", "seed": 0}
     options |= {"lam": None, "held_out": None, "prior": None, "variances": None, "device": "cpu"}
@@ -128,7 +136,7 @@ def calls(w: World) -> list[Call]:
             {"gradients": w.texts, "directions": query.mean(w.texts), "ids": [3]}
             | {"memory_budget": None},
         ),
-        "query.gradients": (query.gradients, kept),
+        "query.gradients": (query.gradients, stored),
         "Gradients.column": (w.train.column, {"name": "loss"}),
         "Gradients.norms": (w.train.norms, {"per_layer": False}),
         "Gradients.rows": (w.train.rows, {"positions": [0, 1]}),
@@ -138,9 +146,9 @@ def calls(w: World) -> list[Call]:
         ),
         "Gradients.positions": (w.train.positions, {"ids": [0, 1]}),
         "Gradients.restore": (w.train.restore, {"ids": [0, 1]}),
-        "attribute": (gk.attribute, asked),
-        "attribute_tokens": (gk.attribute_tokens, told),
-        "attribute_tokens again": (gk.attribute_tokens, told | w.read | {"columns": None}),
+        "attribute": (gk.attribute, queries),
+        "attribute_tokens": (gk.attribute_tokens, output),
+        "attribute_tokens again": (gk.attribute_tokens, output | w.read | {"columns": None}),
         "attribute_once": (
             gk.attribute_once,
             {

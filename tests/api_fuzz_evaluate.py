@@ -29,21 +29,21 @@ def evaluate_calls(w, call):
     numbers = itertools.count()
     bounds = {"level": 0.9, "resamples": 100}
     retrained = {"recipe": recipe, "store": store, "seeds": 1, **bounds}
-    found = evaluate.lds(w.scores, truth, resamples=100)
+    result = evaluate.lds(w.scores, truth, resamples=100)
     cosines = gk.attribute(w.store, method="cos")
 
     def here(function):
         """The function with trainings in this process."""
 
         @functools.wraps(function)
-        def run(**given):
-            return function(**given, workers=0)
+        def run(**values):
+            return function(**values, workers=0)
 
         run.__signature__ = inspect.signature(function)
         return run
 
-    def trained(**given):
-        return evaluate.ground_truth(store, name=f"truth{next(numbers)}", workers=0, **given)
+    def trained(**values):
+        return evaluate.ground_truth(store, name=f"truth{next(numbers)}", workers=0, **values)
 
     signature = inspect.signature(evaluate.ground_truth)
     taken = [one for one in signature.parameters.values() if one.name not in ("store", "name")]
@@ -69,7 +69,7 @@ def evaluate_calls(w, call):
             evaluate.lds,
             {"scores": w.scores, "truth": truth, "part": "reporting", **bounds},
         ),
-        "evaluate.compare": (evaluate.compare, {"first": found, "second": found}),
+        "evaluate.compare": (evaluate.compare, {"first": result, "second": result}),
         "evaluate.evaluations": (evaluate.evaluations, {"store": w.store}),
         "evaluate.judge_methods": (
             evaluate.judge_methods,

@@ -19,7 +19,7 @@ class Logging:
 
     summary = None
 
-    def log(self, told):
+    def log(self, output):
         pass
 
 
@@ -29,9 +29,9 @@ def room_calls(w, call):
     batch = (torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1]))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=3)
     task = gk.Classification()
-    kept = {"keep": "factors", "layers": None, "encoding": "plain", "tolerance": 0.0}
+    stored = {"keep": "factors", "layers": None, "encoding": "plain", "tolerance": 0.0}
     captured = {"model": model, "loader": loader, "task": task, "split": "train"}
-    captured |= {"checkpoints": "final", "run": "main", "name": "main", "of": None, **kept}
+    captured |= {"checkpoints": "final", "run": "main", "name": "main", "of": None, **stored}
     captured |= {"uncovered": "dense", "mode": "eval", "ids": None, "embeddings": ()}
     captured |= {"memory_budget": None, "resume": True, "step": 3, "lr": 0.1, "progress": False}
     program = remat.chain(6)
@@ -43,9 +43,9 @@ def room_calls(w, call):
         """The function on a store that nothing else uses."""
 
         @functools.wraps(function)
-        def run(**given):
+        def run(**values):
             with tempfile.TemporaryDirectory(dir=w.folder) as folder:
-                return function(folder, **given, **more)
+                return function(folder, **values, **more)
 
         signature = inspect.signature(function)
         kept_parameters = list(signature.parameters.values())[1:]
@@ -56,11 +56,11 @@ def room_calls(w, call):
         """A method of a row set with two rows that are done."""
         method = getattr(stores.Rows, name)
 
-        def run(**given):
+        def run(**values):
             rows = w.store.rows(f"fuzz{next(numbers)}", schema, num_rows=4)
             rows.put(0, {"value": 1.0})
             rows.put(1, {"value": 2.0})
-            return getattr(rows, name)(**given)
+            return getattr(rows, name)(**values)
 
         signature = inspect.signature(method)
         run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -98,11 +98,11 @@ def room_calls(w, call):
         "store.ScoresKey": (stores.ScoresKey, {"name": "kept"}),
         "layers": (
             gk.layers,
-            {"model": model, "batch": batch, "task": task, "mode": "eval", **kept},
+            {"model": model, "batch": batch, "task": task, "mode": "eval", **stored},
         ),
         "plan": (
             gk.plan,
-            {"model": model, "batch": batch, "task": task, "rows": 10, "queries": 2, **kept}
+            {"model": model, "batch": batch, "task": task, "rows": 10, "queries": 2, **stored}
             | {"compute": None, "memory_budget": "1GiB", "mode": "eval"},
         ),
         "preview": (
@@ -195,6 +195,6 @@ def room_calls(w, call):
         "Rows.states": (rows_method("states"), {"max_attempts": 3}),
     }
     if importlib.util.find_spec("wandb") is not None:
-        told = {"store": w.store, "run": Logging(), "suspected": 2, "budget": None}
-        table["integrations.write_wandb"] = (write_wandb, told)
+        output = {"store": w.store, "run": Logging(), "suspected": 2, "budget": None}
+        table["integrations.write_wandb"] = (write_wandb, output)
     return [call(name, function, good) for name, (function, good) in table.items()]

@@ -18,11 +18,11 @@ def per_sample_gradients(model, target, batch):
     for row in range(len(parts[0])):
         one = pytree.tree_map_only(torch.Tensor, lambda part, at=row: part[at : at + 1], batch)
         value = target(model, one).sum()
-        found = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
+        result = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
         rows.append(
             [
                 torch.zeros_like(weight) if gradient is None else gradient
-                for weight, gradient in zip(weights.values(), found, strict=True)
+                for weight, gradient in zip(weights.values(), result, strict=True)
             ]
         )
     return {name: torch.stack([row[at] for row in rows]) for at, name in enumerate(weights)}

@@ -185,7 +185,7 @@ class Found:
 def parameters(function) -> list[Parameter]:
     """The parameters of a command, from its signature."""
     hints = typing.get_type_hints(function, include_extras=True)
-    found = []
+    result = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
         base, about = hint, None
@@ -199,8 +199,8 @@ def parameters(function) -> list[Parameter]:
         if typing.get_origin(inner[0]) is list:
             inner = list(typing.get_args(inner[0]))
         required = parameter.default is inspect.Parameter.empty
-        found.append(Parameter(name, inner[0], options, required))
-    return found
+        result.append(Parameter(name, inner[0], options, required))
+    return result
 
 
 def commands() -> dict[tuple[str, ...], list[Parameter]]:
@@ -349,8 +349,8 @@ def _wait(child: int, patience: float) -> int | None:
     until = time.monotonic() + patience
     pause = 0.001
     while time.monotonic() < until:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        result, status = os.waitpid(child, os.WNOHANG)
+        if result:
             _end_group(child)  # workers that it left behind
             return os.waitstatus_to_exitcode(status)
         time.sleep(pause)
@@ -386,21 +386,21 @@ def judge(line: Line, ended: Ended, changed: str | None) -> tuple[str, str]:
     return "refused", ""
 
 
-def try_lines(wanted, box: Sandbox, *, run=run_forked, told=None) -> Found:
+def try_lines(expected, box: Sandbox, *, run=run_forked, output=None) -> Found:
     """Run all lines; a slow one gets a second chance, for the machine may be busy."""
-    found = Found()
-    for line in wanted:
+    result = Found()
+    for line in expected:
         ended = run(line.arguments, box, PATIENCE)
         changed = box.settle()
         if ended.code is None:
             ended = run(line.arguments, box, SECOND_PATIENCE)
             changed = changed or box.settle()
         verdict, why = judge(line, ended, changed)
-        found.counts["tried"] += 1
-        found.counts[verdict] += 1
+        result.counts["tried"] += 1
+        result.counts[verdict] += 1
         if verdict not in ("ok", "refused"):
             shown = " ".join(repr(word[:60]) for word in line.arguments)
-            found.bad.append(f"{verdict}: gradkeep {shown}\n    {why}")
-            if told is not None:
-                told(found.bad[-1])
-    return found
+            result.bad.append(f"{verdict}: gradkeep {shown}\n    {why}")
+            if output is not None:
+                output(result.bad[-1])
+    return result

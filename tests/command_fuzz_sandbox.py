@@ -106,13 +106,13 @@ class Sandbox:
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file below a folder with its size and time."""
-    found = {}
+    result = {}
     for at, folders, files in os.walk(folder):
         for name in (*folders, *files):
             facts = os.lstat(os.path.join(at, name))
             size = 0 if name in folders else facts.st_size
-            found[os.path.join(at, name)] = (size, 0 if name in folders else facts.st_mtime_ns)
-    return found
+            result[os.path.join(at, name)] = (size, 0 if name in folders else facts.st_mtime_ns)
+    return result
 
 
 def build(folder: Path) -> None:
@@ -148,8 +148,8 @@ def build(folder: Path) -> None:
         mask = draw.random(6) < 0.5
         margins = np.array([2.0 * mask[0] - mask[4], mask[1]], np.float32)
         rows.put(row, {"masks": mask, "margins": margins})
-    found = rows.read(range(38))
-    gk.datamodels.fit(found["masks"], found["margins"]).save(store, "fitted")
+    result = rows.read(range(38))
+    gk.datamodels.fit(result["masks"], result["margins"]).save(store, "fitted")
     shutil.copytree(folder / "store", folder / "odd-store")
     shutil.rmtree(folder / "odd-store" / "blocks")
     (folder / "odd-store" / "blocks").write_text("not a folder")

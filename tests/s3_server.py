@@ -84,11 +84,11 @@ class Carrier(BaseHTTPRequestHandler):
             fault = (fault, "")
         if isinstance(fault, tuple):
             status, code = fault
-            told = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+            output = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
             self.send_response(status)
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(output)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(output)
             return
         if fault == "stall":
             self.server.stalled.wait(30)  # until the other side has given up, or the test is over

@@ -50,9 +50,9 @@ def test_good_arguments_are_taken(known):
 
 
 def test_one_bad_argument_is_an_error_of_gradkeep(known):
-    found = fuzz.try_all(fuzz.tries(known, 1500, seed=3))
-    assert not found.bad, "\n".join(found.bad)
-    assert found.counts["refused"] > 1000
+    result = fuzz.try_all(fuzz.tries(known, 1500, seed=3))
+    assert not result.bad, "\n".join(result.bad)
+    assert result.counts["refused"] > 1000
 
 
 def test_the_judge_sees_what_is_foreign_and_what_is_wrong():

@@ -62,19 +62,19 @@ GOOD = {
 def test_odd_values_become_what_is_promised_or_the_error_that_was_named(check):
     outcomes = {True: 0, False: 0}
     for value in ODD:
-        told = None
+        output = None
         try:
-            found = CHECKS[check](value)
+            result = CHECKS[check](value)
         except FarmError as error:
-            told = error
-        outcomes[told is None] += 1
-        if told is None:
-            assert GOOD[check](found), repr(found)
+            output = error
+        outcomes[output is None] += 1
+        if output is None:
+            assert GOOD[check](result), repr(result)
             continue
-        assert told.message.startswith("it must be ")
-        assert len(told.message) < 160
-        assert "\n" not in told.message
-        str(told).encode()
+        assert output.message.startswith("it must be ")
+        assert len(output.message) < 160
+        assert "\n" not in output.message
+        str(output).encode()
     assert min(outcomes.values()) > 0
 
 

@@ -58,31 +58,31 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("queries", ASKED)
 @pytest.mark.parametrize("budget", [0.5, "0.5", 1.0], ids=repr)
-def test_a_fraction_of_nothing_is_refused(world, asked, budget):
+def test_a_fraction_of_nothing_is_refused(world, queries, budget):
     with raises(BudgetError, "budget.fraction"):
-        ASKED[asked](world, budget)
+        ASKED[queries](world, budget)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("queries", ASKED)
 @pytest.mark.parametrize(
     "budget", ["2 bananas", "-1GiB", 0, -5, float("nan"), True, [1], "1e400"], ids=repr
 )
-def test_what_is_no_budget_is_refused(world, asked, budget):
+def test_what_is_no_budget_is_refused(world, queries, budget):
     with pytest.raises(BudgetError):
-        ASKED[asked](world, budget)
+        ASKED[queries](world, budget)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("queries", ASKED)
 @pytest.mark.parametrize("budget", ["1GiB", 10**9, 1e9], ids=repr)
-def test_bytes_are_taken_however_they_are_written(world, asked, budget):
-    assert ASKED[asked](world, budget) is not None
+def test_bytes_are_taken_however_they_are_written(world, queries, budget):
+    assert ASKED[queries](world, budget) is not None
 
 
 def test_fractions_are_taken_where_they_mean_something(world, tmp_path):
     _, model, batch, _ = world
-    kept = gk.capture(
+    stored = gk.capture(
         tmp_path,
         model,
         [batch],
@@ -91,7 +91,7 @@ def test_fractions_are_taken_where_they_mean_something(world, tmp_path):
         memory_budget=0.9,
         progress=False,
     )
-    assert kept.rows == 6
+    assert stored.rows == 6
     assert gk.memory_budget(0.5) is not None
     assert gk.memory_budget("0.5") is not None
     for wrong in (1.5e-3 - 2, 0.0, "0.0", float("inf")):
@@ -102,9 +102,9 @@ def test_fractions_are_taken_where_they_mean_something(world, tmp_path):
 @given(st.integers(1, 10**15), st.sampled_from(["", "B", "kB", "MB", "KiB", "GiB"]))
 def test_numbers_with_units(number, unit):
     sizes = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "KiB": 2**10, "GiB": 2**30}
-    found = parse_bytes(f"{number} {unit}")
-    assert found == pytest.approx(number * sizes[unit], rel=1e-15)
-    assert isinstance(found, int)
+    result = parse_bytes(f"{number} {unit}")
+    assert result == pytest.approx(number * sizes[unit], rel=1e-15)
+    assert isinstance(result, int)
 
 
 @given(st.floats(0, 1, exclude_min=True))

@@ -56,20 +56,20 @@ def hints():
 
 def known_arguments():
     """All names that some function takes or some class has as a field."""
-    found = set()
+    result = set()
     for _, node in nodes():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = node.args
-            found |= {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+            values = node.args
+            result |= {one.arg for one in (*values.posonlyargs, *values.args, *values.kwonlyargs)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return found
+            result.add(node.target.id)
+    return result
 
 
 @functools.cache
 def commands():
     """Every command with its flags, by its words."""
-    found = {}
+    result = {}
     for command in _app.COMMANDS:
         words = (command.name,) if command.group is None else (command.group, command.name)
         group = typer.main.get_command(_app.build_app(words))
@@ -81,8 +81,8 @@ def commands():
             if isinstance(parameter, click.Option) or hasattr(parameter, "secondary_opts")
             for flag in (*parameter.opts, *parameter.secondary_opts)
         }
-        found[words] = flags | {"--help", "--version"}
-    return found
+        result[words] = flags | {"--help", "--version"}
+    return result
 
 
 def test_every_flag_in_a_hint_exists():
@@ -104,11 +104,11 @@ def test_every_command_in_a_hint_exists_and_has_its_flags():
     for name, text in hints():
         for line in re.findall(r"\bgradkeep ((?:[a-z-]+ ?)+[^;,`]*)", text):
             words = line.split()
-            found = tuple(words[:2]) if tuple(words[:2]) in known else tuple(words[:1])
+            result = tuple(words[:2]) if tuple(words[:2]) in known else tuple(words[:1])
             flags = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", line))
             if words[0] not in {one[0] for one in known}:
                 continue  # a sentence about gradkeep, not a command
-            if found not in known or not flags <= known[found]:
+            if result not in known or not flags <= known[result]:
                 wrong.append((name, line))
     assert wrong == []
 
@@ -129,9 +129,9 @@ def test_every_command_on_a_page_has_its_flags(path):
     ):
         line = line.partition(" -- ")[0]  # behind it are flags of the user's script
         words = line.split()
-        found = tuple(words[:2]) if tuple(words[:2]) in known else tuple(words[:1])
+        result = tuple(words[:2]) if tuple(words[:2]) in known else tuple(words[:1])
         flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", line))
-        if flags and (found not in known or not flags <= known[found]):
+        if flags and (result not in known or not flags <= known[result]):
             wrong.append(line)
     assert wrong == []
 
@@ -150,12 +150,12 @@ def test_every_argument_in_a_hint_exists():
 def test_every_call_in_a_hint_takes_its_arguments():
     wrong = []
     for name, text in hints():
-        for dotted, given in re.findall(r"\bgk\.([A-Za-z_.]+)\(([^()]*)\)", text):
+        for dotted, values in re.findall(r"\bgk\.([A-Za-z_.]+)\(([^()]*)\)", text):
             function = operator.attrgetter(dotted)(gradkeep)
             parameters = inspect.signature(function).parameters.values()
             known = {one.name for one in parameters}
             anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
-            named = set(re.findall(r"\b([a-z_]+)=(?!=)", given))
+            named = set(re.findall(r"\b([a-z_]+)=(?!=)", values))
             if not named <= known and not anything:
                 wrong.append((name, text))
     assert wrong == []

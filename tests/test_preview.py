@@ -22,8 +22,8 @@ def opened(url):
 @pytest.mark.parametrize("kind", ["uint8", "float32"])
 def test_images_come_out_as_they_went_in(shape, kind):
     pixels = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    given = pixels if kind == "uint8" else pixels.astype(np.float32) / 255
-    shown = opened(gk.Preview(image=[given]).show(0).image)
+    values = pixels if kind == "uint8" else pixels.astype(np.float32) / 255
+    shown = opened(gk.Preview(image=[values]).show(0).image)
     expected = (
         pixels[:, :, 0] if shape[-1] == 1 else np.moveaxis(pixels, 0, 2) if shape[0] < 4 else pixels
     )

@@ -62,15 +62,15 @@ def test_every_dependency_is_pinned():
 def test_no_file_names_a_place_on_one_machine():
     # Spelt with a character class, so that this file does not contain what it looks for.
     pattern = re.compile(rb"(?<![\w.~*-])/(?:[w]ork|[r]oot|[h]ome/\w+|[U]sers/\w+)/")
-    found = []
+    result = []
     for path in committed_files():
         content = path.read_bytes()
         if b"\0" in content[:8192]:
             continue
         for number, line in enumerate(content.splitlines(), 1):
             if pattern.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{number}")
-    assert not found
+                result.append(f"{path.relative_to(ROOT)}:{number}")
+    assert not result
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["bare", "help"])

@@ -91,8 +91,8 @@ def test_every_error_is_shown_under_its_public_name_and_survives_pickling(name):
     assert issubclass(kind, gradkeep.GradkeepError)
     error = pickle.loads(pickle.dumps(kind("what", path="p", found=1, expected=2, fix="f")))
     assert type(error) is kind
-    told = (error.message, error.path, error.found, error.expected, error.fix)
-    assert told == ("what", "p", 1, 2, "f")
+    output = (error.message, error.path, error.found, error.expected, error.fix)
+    assert output == ("what", "p", 1, 2, "f")
 
 
 def test_the_tree_of_errors_in_their_documentation_is_complete():

@@ -22,13 +22,13 @@ def network():
 
 def digits():
     """Inputs and labels of both splits; some labels of the first are wrong."""
-    found = load_digits()
-    labels = torch.from_numpy(found.train_labels[:TRAIN]).clone()
+    answer = load_digits()
+    labels = torch.from_numpy(answer.train_labels[:TRAIN]).clone()
     labels[WRONG] = (labels[WRONG] + 3) % 10
-    train = torch.from_numpy(found.train_images[:TRAIN]), labels
+    train = torch.from_numpy(answer.train_images[:TRAIN]), labels
     return train, (
-        torch.from_numpy(found.test_images[:TEST]),
-        torch.from_numpy(found.test_labels[:TEST]),
+        torch.from_numpy(answer.test_images[:TEST]),
+        torch.from_numpy(answer.test_labels[:TEST]),
     )
 
 
@@ -49,13 +49,13 @@ def previews():
 def settled(client, url, *, seconds=60, post=None):
     """The response once nothing is worked on any more; `post` begins it."""
     until = time.monotonic() + seconds
-    found = None if post is None else client.post(url, json=post)
+    answer = None if post is None else client.post(url, json=post)
     while True:
-        found = client.get(url) if found is None else found
-        body = found.json() if found.headers["content-type"] == "application/json" else {}
+        answer = client.get(url) if answer is None else answer
+        body = answer.json() if answer.headers["content-type"] == "application/json" else {}
         answers = body.get("answers", ()) if isinstance(body, dict) else ()
-        if found.status_code != 202 and not any(one["working"] for one in answers):
-            return found
+        if answer.status_code != 202 and not any(one["working"] for one in answers):
+            return answer
         assert time.monotonic() < until, f"{url} takes too long: {body}"
         time.sleep(0.05)
-        found = None
+        answer = None

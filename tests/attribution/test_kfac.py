@@ -286,10 +286,10 @@ def by_gradients(model, data, module, *, corrected, relative):
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("kept", [{"keep": "dense"}, {"keep": "low rank", "tolerance": 1e-6}])
-def test_layers_without_positions_have_the_moments_of_their_gradients(opened, kept, corrected):
+@pytest.mark.parametrize("stored", [{"keep": "dense"}, {"keep": "low rank", "tolerance": 1e-6}])
+def test_layers_without_positions_have_the_moments_of_their_gradients(opened, stored, corrected):
     MODELS["wide"] = (lambda: Tokens(wide=120), (5, 4))
-    store, model, data = opened("wide", rows=20, **kept)
+    store, model, data = opened("wide", rows=20, **stored)
     method = "ekfac" if corrected else "kfac"
     actual = gk.attribute(without_moments(store), method=method, layers="each", damping=0.1)
     close(actual.numpy(), by_gradients(model, data, "each", corrected=corrected, relative=0.1))

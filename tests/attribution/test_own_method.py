@@ -52,22 +52,22 @@ def registered():
 
 
 @pytest.fixture
-def made(make_world):
+def created(make_world):
     return make_world(lambda: nn.Linear(4, 3), (4,), rows=7, queries=3)
 
 
-def test_it_scores_as_ours_do(registered, made):
-    scores = gk.attribute(made.store, method="signs", scale=2.0, ids=[2, 0])
-    train, query_gradients = (made.gradients(s).sign() for s in ("train", "test"))
+def test_it_scores_as_ours_do(registered, created):
+    scores = gk.attribute(created.store, method="signs", scale=2.0, ids=[2, 0])
+    train, query_gradients = (created.gradients(s).sign() for s in ("train", "test"))
     assert np.array_equal(scores.numpy(), (2 * query_gradients[[2, 0]] @ train.T).float().numpy())
     assert scores.method == "signs"
     assert "signs" in [method.name for method in gk.methods()]
     with raises(AttributionError, "attribute.unknown_option", fix="scale"):
-        gk.attribute(made.store, method="signs", scael=1)
+        gk.attribute(created.store, method="signs", scael=1)
 
 
-def test_the_commands_know_it(registered, made, capsys, monkeypatch):
-    for words in (["why", made.store.location, "1", "--method", "signs"], ["methods"]):
+def test_the_commands_know_it(registered, created, capsys, monkeypatch):
+    for words in (["why", created.store.location, "1", "--method", "signs"], ["methods"]):
         monkeypatch.setattr("sys.argv", ["gradkeep", *words])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -40,8 +40,8 @@ def captured(wide, out, *, rows=5, tokens=None, bias=True, seed=0):
 
 def without_row_space(monkeypatch):
     class Whole(FisherFit):
-        def __init__(self, *given, row_space=False, **options):
-            super().__init__(*given, **options)
+        def __init__(self, *values, row_space=False, **options):
+            super().__init__(*values, **options)
 
     monkeypatch.setattr(_kfac, "FisherFit", Whole)
 
@@ -130,9 +130,9 @@ def test_drawn_labels_take_the_whole_space(monkeypatch):
     computed = []
     original = _kfac.FisherFit
 
-    def noted(*given, **options):
+    def noted(*values, **options):
         computed.append(options["row_space"])
-        return original(*given, **options)
+        return original(*values, **options)
 
     monkeypatch.setattr(_kfac, "FisherFit", noted)
     gk.attribute(store, method="ekfac")

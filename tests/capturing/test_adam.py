@@ -70,8 +70,8 @@ def test_every_moment_is_found_under_its_parameter_s_name(tmp_path, kind):
 def test_frozen_parameters_have_no_moments_whether_they_were_given_or_not():
     model = Net()
     model.one.requires_grad_(False)
-    for given in (model.parameters(), [p for p in model.parameters() if p.requires_grad]):
-        adam = trained(model, torch.optim.Adam(given))
+    for values in (model.parameters(), [p for p in model.parameters() if p.requires_grad]):
+        adam = trained(model, torch.optim.Adam(values))
         result = read_adam(adam.state_dict(), model).second
         assert result.keys() == truth(model, adam).keys()
         assert all(torch.equal(result[n], v) for n, v in truth(model, adam).items())

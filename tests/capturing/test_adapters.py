@@ -60,9 +60,9 @@ def test_the_adapter_s_file_alone_and_its_state_dict_are_taken_too(tmp_path):
     source = adapted(1)
     file = saved(tmp_path, source) / "adapter_model.safetensors"
     plain = {n.replace(".default.", "."): v for n, v in source.state_dict().items() if "lora" in n}
-    for given in (file, plain):
+    for values in (file, plain):
         model = adapted(2)
-        put_weights(model, load_weights(given), name="final")
+        put_weights(model, load_weights(values), name="final")
         assert torch.equal(model[1].lora_B["default"].weight, source[1].lora_B["default"].weight)
 
 

@@ -126,12 +126,12 @@ def oracle(block, basis, whole):
         for at in range(9):
             if f"{layer.name}.{at}.left" not in arrays:
                 continue
-            left, right, weights, chosen = (
+            remaining, right, weights, chosen = (
                 arrays.get(f"{layer.name}.{at}.{part}")
                 for part in ("left", "right", "weights", "chosen")
             )
-            matrix = matrices(layer, dense, left, right)
-            moved = (left.double().mT @ matrix @ right.double()).flatten(1)
+            matrix = matrices(layer, dense, remaining, right)
+            moved = (remaining.double().mT @ matrix @ right.double()).flatten(1)
             if chosen is None:
                 chosen = torch.arange(moved.shape[1]).view(weights.shape)
             y = torch.zeros(len(dense), weights.shape[1], dtype=torch.float64)
@@ -142,9 +142,9 @@ def oracle(block, basis, whole):
     return result
 
 
-def matrices(layer, dense, left, right):
+def matrices(layer, dense, remaining, right):
     """The gradient as matrices `[B, G, R, C]`, the bias as the last column; by hand."""
-    groups, rows, cols = left.shape[0], left.shape[1], right.shape[1]
+    groups, rows, cols = remaining.shape[0], remaining.shape[1], right.shape[1]
     biased = len(form_from_fields(layer.form).parameters) > 1 and cols > 1
     inner = cols - biased
     weight = dense[:, : groups * rows * inner].reshape(len(dense), groups, rows, inner)

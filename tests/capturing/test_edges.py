@@ -240,11 +240,11 @@ def test_bad_arguments_are_refused_at_the_edge(store, model, argument):
 
 
 @pytest.mark.parametrize(
-    "given", [(3,), ("text",), (torch.randn(3, 4),), ({"x": 1},), (None,), ([3],), ([None],)]
+    "values", [(3,), ("text",), (torch.randn(3, 4),), ({"x": 1},), (None,), ([3],), ([None],)]
 )
-def test_what_is_no_loader_is_refused(store, model, given):
+def test_what_is_no_loader_is_refused(store, model, values):
     with pytest.raises(GradkeepError):
-        capture(store, model, *given)
+        capture(store, model, *values)
 
 
 def test_what_is_no_model_is_refused(store):

@@ -61,13 +61,13 @@ def loss_of(net, one):
 
 
 def test_gradients_are_those_of_what_the_decoder_writes(store):
-    net, given = model(), batch()
-    batches = [{name: value[at : at + 8] for name, value in given.items()} for at in (0, 8)]
+    net, values = model(), batch()
+    batches = [{name: value[at : at + 8] for name, value in values.items()} for at in (0, 8)]
     gk.capture(store, net, batches, task=gk.LanguageModeling(), split="train", progress=False)
     result = gk.gradients(store, split="train").restore(range(16))
     for row in range(16):
         net.zero_grad()
-        one = {name: value[row : row + 1] for name, value in given.items()}
+        one = {name: value[row : row + 1] for name, value in values.items()}
         loss_of(net, one).backward()
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(result[name][row], parameter.grad, rtol=1e-4, atol=1e-5)
@@ -75,11 +75,11 @@ def test_gradients_are_those_of_what_the_decoder_writes(store):
 
 @pytest.mark.parametrize("keep", ["exact", "600B"])
 def test_it_can_be_asked(store, keep):
-    net, given = model(), batch()
+    net, values = model(), batch()
     task = gk.LanguageModeling()
-    gk.capture(store, net, [given], task=task, split="train", keep=keep, progress=False)
+    gk.capture(store, net, [values], task=task, split="train", keep=keep, progress=False)
     queries = "queries" if keep == "600B" else keep
-    gk.capture(store, net, [given], task=task, split="test", keep=queries, progress=False)
+    gk.capture(store, net, [values], task=task, split="test", keep=queries, progress=False)
     scores = gk.attribute(store).numpy()
     assert (
         scores.argmax(1) == range(16)
@@ -87,27 +87,27 @@ def test_it_can_be_asked(store, keep):
 
 
 def test_inputs_of_the_decoder_may_be_given(store):
-    net, given = model(), batch()
+    net, values = model(), batch()
     task = gk.LanguageModeling()
-    before = net.prepare_decoder_input_ids_from_labels(given["labels"])
-    text = task.losses(net, {**given, "decoder_input_ids": before})
-    torch.testing.assert_close(text, task.losses(net, given))
+    before = net.prepare_decoder_input_ids_from_labels(values["labels"])
+    text = task.losses(net, {**values, "decoder_input_ids": before})
+    torch.testing.assert_close(text, task.losses(net, values))
 
 
-@pytest.mark.parametrize("left", [("labels",), ("labels", "attention_mask")])
-def test_without_labels_there_is_nothing_to_write(store, left):
-    given = {name: value for name, value in batch().items() if name not in left}
+@pytest.mark.parametrize("remaining", [("labels",), ("labels", "attention_mask")])
+def test_without_labels_there_is_nothing_to_write(store, remaining):
+    values = {name: value for name, value in batch().items() if name not in remaining}
     with raises(CaptureError, "capture.decoder_without_labels"):
         gk.capture(
-            store, model(), [given], task=gk.LanguageModeling(), split="train", progress=False
+            store, model(), [values], task=gk.LanguageModeling(), split="train", progress=False
         )
 
 
 def test_tokens_of_the_decoder_carry_what_can_be_told_apart(store):
-    net, given = model(), batch()
+    net, values = model(), batch()
     task = gk.LanguageModeling()
     for split in ("train", "test"):
-        gk.capture(store, net, [given], task=task, split=split, keep="factors", progress=False)
+        gk.capture(store, net, [values], task=task, split=split, keep="factors", progress=False)
     result = gk.attribute_tokens(store, method="dot", ids=[0, 1], train_ids=[2, 3])
     scores = gk.attribute(store, method="dot").numpy()[:2, 2:4]
     assert result.values.shape == (2, 2, 4)

@@ -181,10 +181,10 @@ def test_every_parameter_of_every_sample_is_autograds(name, tmp_path):
 def test_scores_do_not_depend_on_the_batch_size_or_the_plan(name, tmp_path):
     torch.manual_seed(1)
     make, draw, task = MODELS[name]
-    model, batch, asked = make().eval(), draw(9), draw(4)
-    truth = oracle(model, asked, task, "loss") @ oracle(model, batch, task, "loss").T
+    model, batch, requests = make().eval(), draw(9), draw(4)
+    truth = oracle(model, requests, task, "loss") @ oracle(model, batch, task, "loss").T
     store = gk.open(tmp_path)
-    queries = kept(store, model, asked, task, split="test")
+    queries = kept(store, model, requests, task, split="test")
     for size in (1, 4, 9):
         train = kept(store, model, batch, task, batch_size=size, name=f"by-{size}")
         for plan in (None, "naive", "recon", "ted", "half"):

@@ -27,8 +27,8 @@ def batches(count=150, size=50, seed=1):
 
 
 def captured(folder, loader=None, **options):
-    given = {"task": gk.Classification(), "split": "train", "progress": False} | options
-    return gk.capture(folder, network(), batches() if loader is None else loader, **given)
+    values = {"task": gk.Classification(), "split": "train", "progress": False} | options
+    return gk.capture(folder, network(), batches() if loader is None else loader, **values)
 
 
 def kept(folder):
@@ -46,9 +46,9 @@ def by_hand(loader, rows):
     x, y = x[:rows].double(), y[:rows]
     seen = {}
 
-    def see(module, given, output):
+    def see(module, arguments, output):
         output.retain_grad()
-        seen[module] = given[0].detach(), output
+        seen[module] = arguments[0].detach(), output
 
     for module in model:
         module.register_forward_hook(see)
@@ -118,10 +118,10 @@ def test_an_interrupted_capture_ends_with_the_same_bytes(tmp_path, after, monkey
     captured(tmp_path / "whole", loader, **options)
     calls, original = iter(range(150)), _rows.RowFeed.add
 
-    def torn(*given):
+    def torn(*values):
         if next(calls) == after:
             raise KeyboardInterrupt
-        return original(*given)
+        return original(*values)
 
     monkeypatch.setattr(_rows.RowFeed, "add", torn)
     with pytest.raises(KeyboardInterrupt):

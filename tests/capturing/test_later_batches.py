@@ -101,8 +101,8 @@ def assert_right(store, model, batches):
 
 
 def capture(store, model, batches, **options):
-    given = {"task": TokenLoss(), "split": "train", "progress": False, **options}
-    return gk.capture(store, model, batches, **given)
+    values = {"task": TokenLoss(), "split": "train", "progress": False, **options}
+    return gk.capture(store, model, batches, **values)
 
 
 def sequences(*shapes, seed=0):

@@ -139,10 +139,10 @@ def test_a_finished_capture_of_16_bit_weights_is_known_again_and_checkpoints_are
     first, second = (Speaker().bfloat16().state_dict() for _ in range(2))
     second = {name: value * 2 for name, value in second.items()}
     options = {"task": gk.LanguageModeling(), **OPTIONS}
-    given = {"one": first, "two": second}
-    gk.capture(store, model, speaker_batches(), checkpoints=given, **options)
-    again = gk.capture(store, model, speaker_batches(), checkpoints=given, **options)
-    assert [(one.rows, one.reused_rows) for one in again] == [(8, 8)] * 2
+    values = {"one": first, "two": second}
+    gk.capture(store, model, speaker_batches(), checkpoints=values, **options)
+    repeated = gk.capture(store, model, speaker_batches(), checkpoints=values, **options)
+    assert [(one.rows, one.reused_rows) for one in repeated] == [(8, 8)] * 2
 
 
 def test_a_plan_and_a_list_of_layers_take_16_bit_models():

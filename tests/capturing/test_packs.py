@@ -64,10 +64,10 @@ class Careless(Reader):
         return super().forward(input_ids, position_ids)
 
 
-def gradients_alone(model, given):
+def gradients_alone(model, values):
     """The gradients `[N, P]` of documents that are read one at a time."""
     rows = []
-    for tokens in given:
+    for tokens in values:
         places = torch.arange(len(tokens))[None]
         logits = model(tokens[None], places)
         loss = nn.functional.cross_entropy(logits[0, :-1], tokens[1:], reduction="sum")
@@ -84,12 +84,12 @@ def kept(store, model, **where):
     return torch.cat([restored[name].flatten(1) for name in names], 1), result.ids.tolist()
 
 
-def pack(given, sign, *, labels=True):
-    tokens = torch.cat(given)[None]
-    ends = torch.tensor([0, *(len(one) for one in given)]).cumsum(0)
-    places = torch.cat([torch.arange(len(one)) for one in given])[None]
-    numbers = torch.cat([torch.full((len(one),), at) for at, one in enumerate(given)])[None]
-    apart = torch.block_diag(*(torch.ones(len(one), len(one)).tril() for one in given))[None, None]
+def pack(values, sign, *, labels=True):
+    tokens = torch.cat(values)[None]
+    ends = torch.tensor([0, *(len(one) for one in values)]).cumsum(0)
+    places = torch.cat([torch.arange(len(one)) for one in values])[None]
+    numbers = torch.cat([torch.full((len(one),), at) for at, one in enumerate(values)])[None]
+    apart = torch.block_diag(*(torch.ones(len(one), len(one)).tril() for one in values))[None, None]
     signs = {
         "position_ids": {"position_ids": places},
         "cu_seq_lens": {
@@ -111,31 +111,31 @@ def pack(given, sign, *, labels=True):
     ["position_ids", "cu_seq_lens", "seq_idx", "numbered mask", "mask apart", "mask apart, added"],
 )
 def test_each_document_has_the_gradient_that_it_has_alone(store, sign, labels):
-    model, given = Reader(), documents()
-    batches = [pack(given[:4], sign, labels=labels), pack(given[4:], sign, labels=labels)]
+    model, values = Reader(), documents()
+    batches = [pack(values[:4], sign, labels=labels), pack(values[4:], sign, labels=labels)]
     assert gk.capture(store, model, batches, **OPTIONS).rows == 6
     result, ids = kept(store, model)
     assert ids == list(range(6))
-    torch.testing.assert_close(result, gradients_alone(model, given), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, gradients_alone(model, values), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Plain, Careless])
 def test_models_that_padding_would_change_read_documents_without_it(store, kind):
     model = kind(causal=False) if kind is Careless else kind()
-    given = documents(lengths=(4, 4, 2, 6))
-    kept_rows = gk.capture(store, model, [pack(given, "position_ids")], **OPTIONS)
+    values = documents(lengths=(4, 4, 2, 6))
+    kept_rows = gk.capture(store, model, [pack(values, "position_ids")], **OPTIONS)
     assert kept_rows.rows == 4
     torch.testing.assert_close(
-        kept(store, model)[0], gradients_alone(model, given), rtol=1e-5, atol=1e-6
+        kept(store, model)[0], gradients_alone(model, values), rtol=1e-5, atol=1e-6
     )
 
 
 def test_rows_of_several_packs_with_padding_are_taken_apart(store):
-    model, given = Reader(), documents()
+    model, values = Reader(), documents()
     packs = [
-        pack(given[:2], "position_ids"),
-        pack(given[2:4], "position_ids"),
-        pack(given[4:], "position_ids"),
+        pack(values[:2], "position_ids"),
+        pack(values[2:4], "position_ids"),
+        pack(values[4:], "position_ids"),
     ]
     width = max(one["input_ids"].shape[1] for one in packs)
 
@@ -150,7 +150,7 @@ def test_rows_of_several_packs_with_padding_are_taken_apart(store):
     batch["attention_mask"] = (wide("position_ids", -1) >= 0).long()
     gk.capture(store, model, [batch], **OPTIONS)
     torch.testing.assert_close(
-        kept(store, model)[0], gradients_alone(model, given), rtol=1e-5, atol=1e-6
+        kept(store, model)[0], gradients_alone(model, values), rtol=1e-5, atol=1e-6
     )
 
 
@@ -172,8 +172,8 @@ def test_a_loader_s_documents_have_their_places_as_ids_and_a_finished_run_is_kno
 
 
 def test_ids_are_given_for_each_document(store):
-    model, given = Reader(), documents()
-    batches = [pack(given[:4], "seq_idx"), pack(given[4:], "seq_idx")]
+    model, values = Reader(), documents()
+    batches = [pack(values[:4], "seq_idx"), pack(values[4:], "seq_idx")]
     ids = [50, 40, 30, 20, 10, 0]
     gk.capture(store, model, batches, ids=ids, **OPTIONS)
     assert gk.gradients(store, split="train").ids.tolist() == ids
@@ -188,8 +188,8 @@ def test_ids_are_given_for_each_document(store):
 
 
 def test_a_stopped_capture_of_packs_goes_on_to_the_same_bytes(store, tmp_path):
-    model, given = Reader(), documents(lengths=LENGTHS * 4)
-    batches = [pack(given[at : at + 4], "cu_seq_lens") for at in range(0, 24, 4)]
+    model, values = Reader(), documents(lengths=LENGTHS * 4)
+    batches = [pack(values[at : at + 4], "cu_seq_lens") for at in range(0, 24, 4)]
 
     class Stopping(list):
         stop = True
@@ -212,9 +212,9 @@ def test_a_stopped_capture_of_packs_goes_on_to_the_same_bytes(store, tmp_path):
 
 
 def test_what_is_said_of_packs_and_of_documents_stays_with_them():
-    given = documents(lengths=(3, 2, 4))
-    batch = pack(given[:2], "position_ids")
-    other = pack([given[2], given[2][:1].repeat(1)], "position_ids")
+    values = documents(lengths=(3, 2, 4))
+    batch = pack(values[:2], "position_ids")
+    other = pack([values[2], values[2][:1].repeat(1)], "position_ids")
     both = {
         "input_ids": torch.cat([batch["input_ids"], other["input_ids"]]),
         "seq_idx": torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]),

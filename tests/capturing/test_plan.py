@@ -147,8 +147,8 @@ def test_shapes_tell_what_running_tells(kind):
 @pytest.mark.parametrize("hollow", [False, True], ids=["run", "meta"])
 def test_bytes_of_coordinates_are_foretold(kind, keep, hollow, tmp_path):
     model, _, batches, task = world(kind)
-    given = on_meta(kind)[:2] if hollow else (model, batches[0])
-    result = gk.plan(*given, task=task, rows=64, queries=0, keep=keep)
+    values = on_meta(kind)[:2] if hollow else (model, batches[0])
+    result = gk.plan(*values, task=task, rows=64, queries=0, keep=keep)
     report = gk.capture(tmp_path, model, batches, task=task, split="train", keep=keep)
     basis = gk.open(tmp_path).read(BasisKey("final")).manifest.bytes
     headers = result.disk_bytes - result.basis_bytes - 64 * result.row_bytes

@@ -138,9 +138,9 @@ def test_gradients_on_the_way_are_those_at_the_end():
     x = torch.randn(3, 4)
 
     def run():
-        left, right = net[0](x), net[1](x)
-        joined = net[2](torch.tanh(left) * right)
-        return (net[3](joined) + left).square().sum(1)
+        remaining, right = net[0](x), net[1](x)
+        joined = net[2](torch.tanh(remaining) * right)
+        return (net[3](joined) + remaining).square().sum(1)
 
     with watching(list(net)) as calls:
         target = run()

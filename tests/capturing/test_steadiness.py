@@ -81,8 +81,8 @@ def batches(size=4):
 
 
 def capture(folder, model, **options):
-    given = {"task": gk.Classification(), "split": "train", "progress": False, **options}
-    return gk.capture(gk.open(folder), model, batches(), **given)
+    values = {"task": gk.Classification(), "split": "train", "progress": False, **options}
+    return gk.capture(gk.open(folder), model, batches(), **values)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

@@ -103,14 +103,14 @@ def batches(count=96, size=8):
 
 
 def captured(folder, loader=None, model=None, **options):
-    given = {"task": gk.Classification(), "memory_budget": BUDGET} | options
+    values = {"task": gk.Classification(), "memory_budget": BUDGET} | options
     return gk.capture(
         folder,
         network() if model is None else model,
         batches() if loader is None else loader,
         split="train",
         progress=False,
-        **given,
+        **values,
     )
 
 

@@ -28,8 +28,8 @@ def master(tmp_path_factory):
         schema = gk.store.Schema(arrays, num_rows=count, rows_per_segment=16, layers=layers)
         with store.write(gk.store.CaptureKey("final", split), schema) as writer:
             loss = np.arange(count, dtype="f4")
-            given = {"fc.prefix": np.ones((count, 8), "f4"), "loss": loss}
-            writer.append(np.arange(count), {**given, "label": np.arange(count) % 2})
+            values = {"fc.prefix": np.ones((count, 8), "f4"), "loss": loss}
+            writer.append(np.arange(count), {**values, "label": np.arange(count) % 2})
     with store.write(
         gk.store.ScoresKey("dot"), gk.store.Schema((gk.store.Array("score"),))
     ) as writer:

@@ -39,43 +39,43 @@ def call(capsys):
     def called(*arguments, code=0):
         with pytest.raises(SystemExit) as ended:
             run([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        assert (ended.value.code or 0) == code, told.err
-        return told.out + told.err if code else told.out
+        output = capsys.readouterr()
+        assert (ended.value.code or 0) == code, output.err
+        return output.out + output.err if code else output.out
 
     return called
 
 
 def test_plan_tells_bytes_operations_and_seconds_without_writing(config, call):
-    told = call("plan", config)
-    assert "l1" in told
-    assert "on disk" in told
-    assert "seconds" in told
-    found = json.loads(call("plan", config, "--json"))
-    assert found["rows"] == 40
-    assert found["queries"] == 6
+    output = call("plan", config)
+    assert "l1" in output
+    assert "on disk" in output
+    assert "seconds" in output
+    result = json.loads(call("plan", config, "--json"))
+    assert result["rows"] == 40
+    assert result["queries"] == 6
     assert not (config.parent / "kept").exists()
 
 
 def test_plan_answers_for_any_number_of_rows_and_names_what_would_fit(config, call):
     large = ("--rows", 10**9, "--disk-budget", "200GB")
-    told = call("plan", config, *large)
-    assert "on disk are more than the 200.00 GB" in told
-    assert "fits:" in told
-    found = json.loads(call("plan", config, *large, "--keep", "192B", "--json"))
-    assert (found["rows"], found["fits"]) == (10**9, True)
-    assert found["row_bytes"] <= 192
+    output = call("plan", config, *large)
+    assert "on disk are more than the 200.00 GB" in output
+    assert "fits:" in output
+    result = json.loads(call("plan", config, *large, "--keep", "192B", "--json"))
+    assert (result["rows"], result["fits"]) == (10**9, True)
+    assert result["row_bytes"] <= 192
 
 
 def test_capture_then_attribute_then_why(config, call):
-    told = call("capture", config)
-    assert "train at early: 40 rows" in told
-    assert "test at late: 6 rows" in told
+    output = call("capture", config)
+    assert "train at early: 40 rows" in output
+    assert "test at late: 6 rows" in output
     assert "nothing to do" in call("capture", config)
     store = config.parent / "kept"
-    told = call("attribute", store, "--checkpoints", "late", "--out", store.parent / "scores.npz")
-    assert "positive helps" in " ".join(told.split())
-    assert "factored" in told
+    output = call("attribute", store, "--checkpoints", "late", "--out", store.parent / "scores.npz")
+    assert "positive helps" in " ".join(output.split())
+    assert "factored" in output
     saved = np.load(store.parent / "scores.npz")
     direct = gk.attribute(gk.open(store), checkpoints="late")
     assert np.array_equal(saved["scores"], direct.numpy())
@@ -89,18 +89,18 @@ def test_capture_then_attribute_then_why(config, call):
 def test_options_saved_scores_and_suspects(config, call):
     call("capture", config)
     store = config.parent / "kept"
-    told = call(
+    output = call(
         "attribute", store, "--option", "damping=3", "--option", "weight=q(1-q)", "--save", "k"
     )
-    assert "saved as k" in told
+    assert "saved as k" in output
     opened = gk.open(store)
     direct = gk.attribute(opened, damping=3.0, weight="q(1-q)")
     assert np.array_equal(gk.Scores.load(opened, "k").values, direct.values)
     assert "is not NAME=VALUE" in call("attribute", store, "--option", "damping", code=2)
     assert "Did you mean damping" in call("attribute", store, "--option", "dampin=3", code=2)
-    found = json.loads(call("suspects", store, "--json", "--top", 4))["suspects"]
+    result = json.loads(call("suspects", store, "--json", "--top", 4))["suspects"]
     ranked = gk.suspects(opened)
-    assert [row["id"] for row in found] == ranked.ids[:4].tolist()
+    assert [row["id"] for row in result] == ranked.ids[:4].tolist()
     losses = [
         opened.read(gk.store.CaptureKey(c, "train")).column("loss") for c in ("early", "late")
     ]
@@ -110,10 +110,10 @@ def test_options_saved_scores_and_suspects(config, call):
 
 
 def test_methods_are_listed_with_what_they_need(call):
-    told = call("methods")
+    output = call("methods")
     listed = json.loads(call("methods", "--json"))
     assert [method["name"] for method in listed] == [method.name for method in gk.methods()]
-    flat = " ".join(told.split())
+    flat = " ".join(output.split())
     assert all(" ".join(method["reference"].split()) in flat for method in listed)
 
 
@@ -152,16 +152,16 @@ def test_the_only_run_is_the_one_that_is_meant(tmp_path, call):
 
 def test_of_several_runs_the_message_names_them(tmp_path, call):
     store = store_with_runs(tmp_path / "two", "first", "second")
-    told = call("why", store, 1, code=2)
-    assert "--run" in told
-    assert "first: test, train; second: test, train" in told
-    assert "--run first" in told
+    output = call("why", store, 1, code=2)
+    assert "--run" in output
+    assert "first: test, train; second: test, train" in output
+    assert "--run first" in output
     assert "helped most:" in call("why", store, 1, "--run", "second")
-    told = call("why", store, 1, "--queries", "later", code=2)
-    assert "no run has captures of later and train" in told
-    told = call("why", store, 1, "--run", "nosuch", code=2)
-    assert "first" in told
-    assert "second" in told
+    output = call("why", store, 1, "--queries", "later", code=2)
+    assert "no run has captures of later and train" in output
+    output = call("why", store, 1, "--run", "nosuch", code=2)
+    assert "first" in output
+    assert "second" in output
 
 
 def test_main_is_the_usual_run(tmp_path, call):
@@ -196,6 +196,6 @@ def test_what_a_key_cannot_be_is_one_message(config, call, key):
     lines += [f"{name}: {text}" for name, text in rest.items() if name != key]
     for text in WRONG[key]:
         config.write_text("\n".join([*lines, f"{key}: {text}"]))
-        told = call("capture", config, "--split", "train", code=2)
-        assert told.startswith("gradkeep: "), (key, text)
-        assert "Traceback" not in told
+        output = call("capture", config, "--split", "train", code=2)
+        assert output.startswith("gradkeep: "), (key, text)
+        assert "Traceback" not in output

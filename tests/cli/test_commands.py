@@ -167,8 +167,8 @@ def test_gc_removes_old_versions(inline, folder):
     would = answer(inline("gc", folder, "--dry-run", "--json"))
     assert set(would) == {"dry_run", "files", "bytes"}
     assert any("manifest/000000.json" in file for file in would["files"])
-    kept = answer(inline("gc", folder, "--keep-versions", "2", "--dry-run", "--json"))
-    assert not any("manifest" in file for file in kept["files"])
+    stored = answer(inline("gc", folder, "--keep-versions", "2", "--dry-run", "--json"))
+    assert not any("manifest" in file for file in stored["files"])
     run = inline("gc", folder)
     assert run.returncode == 0
     assert f"removed {len(would['files'])} files" in run.stdout
@@ -256,8 +256,8 @@ def test_results_of_trak_come_into_a_store(inline, tmp_path):
     about = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 4}
     (folder / "metadata.json").write_text(json.dumps(about))
     (folder / "id_0.json").write_text('{"0": {"is_featurized": 1, "is_finalized": 1}}')
-    told = {"num_targets": 2, "scores_path": "gone", "scores_finalized": 1}
-    (folder / "experiments.json").write_text(json.dumps({"test": told}))
+    output = {"num_targets": 2, "scores_path": "gone", "scores_finalized": 1}
+    (folder / "experiments.json").write_text(json.dumps({"test": output}))
     arrays = {
         "0/grads": np.ones((4, 3), np.float32),
         "0/out_to_loss": np.ones((4, 1), np.float32),

@@ -53,10 +53,10 @@ def test_from_a_spec_to_what_the_data_did(gradkeep, inline, place):
     first = gradkeep(
         "datamodels", "run", "store", *main, "--workers", 1, "--json", "--", "--factor=2"
     )
-    told = answer(first, 3)
-    assert (told["total"], told["done"], told["failed"]) == (60, 58, 2)
-    assert [(item["model"], item["attempts"]) for item in told["failures"]] == [(3, 3), (5, 3)]
-    assert "ValueError: 3 has no luck" in told["failures"][0]["error"]
+    output = answer(first, 3)
+    assert (output["total"], output["done"], output["failed"]) == (60, 58, 2)
+    assert [(item["model"], item["attempts"]) for item in output["failures"]] == [(3, 3), (5, 3)]
+    assert "ValueError: 3 has no luck" in output["failures"][0]["error"]
     assert "--factor=2" in (place / "store.files/workers/7/note").read_text()
 
     status = inline("datamodels", "status", "store")
@@ -74,8 +74,8 @@ def test_from_a_spec_to_what_the_data_did(gradkeep, inline, place):
 
     (place / "repaired").touch()
     assert "58 of 60" in gradkeep("datamodels", "work", "store", *main).stdout
-    again = gradkeep("datamodels", "work", "store", *main, "--retry-failed", "--", "--factor=2")
-    assert (again.returncode, again.stdout) == (0, "60 of 60 done\n"), again.stderr
+    repeated = gradkeep("datamodels", "work", "store", *main, "--retry-failed", "--", "--factor=2")
+    assert (repeated.returncode, repeated.stdout) == (0, "60 of 60 done\n"), repeated.stderr
 
     fitted = answer(inline("datamodels", "fit", "store", "--save", "margins", "--json"))
     assert (fitted["models"], fitted["examples"], fitted["targets"]) == (60, 6, 2)
@@ -121,13 +121,13 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
     other = {"num_models": 50, "schema": {**SPEC["schema"], "margins": margins}}
     (place / "spec.json").write_text(json.dumps(other))
     run = inline("datamodels", "init", "store", "--spec", "spec.json", "--json")
-    told = answer(run, 2)["error"]
-    assert told["type"] == "SchemaMismatchError"
+    output = answer(run, 2)["error"]
+    assert output["type"] == "SchemaMismatchError"
     for line in (
         "array margins: dtype: stored 'float32', requested 'float16'",
         "num_models: stored 60, asked for 50",
     ):
-        assert line in told["found"]
+        assert line in output["found"]
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
         (["init", "store"], "--spec"),
         (["init", "store", "--spec", "none.json"], "no such file"),
         (["init", "new", "--from", "."], "no published arrays"),
-        (["run", "store", "--main", "no.such"], "no such module"),
+        (["run", "store", "--main", "no.such"], "module not found"),
         (["run", "store", "--main", "json"], "no function main"),
         (["run", "store", "--main", "json.tool"], "with index and logdir"),
         (["run", "store", "--main", "gradkeep.compat.datamodels.worker"], "with index and logdir"),
         (["run", "store", "--main", "train_model", "--engine", "k8s"], "local, ray, slurm"),
         (["run", "store", "--main", "train_model", "--address", "auto"], "--engine ray"),
-        (["run", "store", "--main", "train_model", "--name", "x"], "no such models"),
+        (["run", "store", "--main", "train_model", "--name", "x"], "no such study"),
         (["status", "nowhere"], "no store here"),
         (["fit", "store", "--save", "f"], "gradkeep datamodels run"),
         (["fit", "store", "--save", "f", "--output", "x"], "--masks"),

@@ -94,17 +94,17 @@ def test_weights_are_summed_over_the_groups_of_a_file(analyze, place, kind):
     np.savez("labels.npz", anything=labels)
     np.savez("both.npz", labels=labels, images=np.zeros(3))
     (place / "labels.txt").write_text("\n".join(labels) + "\n")
-    asked = ("groups", "--fit", "first", "--groups", source)
-    told = answer(analyze(*asked, "--json"))
-    assert told["names"] == ["even", "odd"]
-    assert told["counts"] == [6, 6]
-    np.testing.assert_allclose(told["total"], [[3, 0], [-2, 1]], atol=0.15)
-    np.testing.assert_allclose(np.sum(told["share"], axis=0), 1)
+    queries = ("groups", "--fit", "first", "--groups", source)
+    output = answer(analyze(*queries, "--json"))
+    assert output["names"] == ["even", "odd"]
+    assert output["counts"] == [6, 6]
+    np.testing.assert_allclose(output["total"], [[3, 0], [-2, 1]], atol=0.15)
+    np.testing.assert_allclose(np.sum(output["share"], axis=0), 1)
     (place / "targets.txt").write_text("same\nsame\n")
-    told = answer(analyze(*asked, "--target-groups", "targets.txt", "--json"))
-    assert told["columns"] == ["same"]
-    np.testing.assert_allclose(told["total"], [[1.5], [-0.5]], atol=0.15)
-    shown = analyze(*asked).stdout
+    output = answer(analyze(*queries, "--target-groups", "targets.txt", "--json"))
+    assert output["columns"] == ["same"]
+    np.testing.assert_allclose(output["total"], [[1.5], [-0.5]], atol=0.15)
+    shown = analyze(*queries).stdout
     assert "target 0\n    even  +2.9" in shown or "target 0\n    even  +3" in shown
     assert "by 6 examples" in shown
 
@@ -113,29 +113,29 @@ def test_weights_are_summed_over_the_groups_of_a_file(analyze, place, kind):
     "other", [["--with", "second"], ["--with", "moved", "--with-store", "elsewhere"]]
 )
 def test_two_fits_are_compared_target_by_target(analyze, other):
-    asked = ("compare", "--fit", "first", *other, "--count", 1)
-    told = answer(analyze(*asked, "--json"))
-    assert told["agreement"][0] > 0.99
-    assert abs(told["agreement"][1]) < 0.1
-    assert np.argmax(np.abs(told["only_first"]["examples"])) == 9
-    assert np.argmax(np.abs(told["only_second"]["examples"])) == 2
-    shown = analyze(*asked)
+    queries = ("compare", "--fit", "first", *other, "--count", 1)
+    output = answer(analyze(*queries, "--json"))
+    assert output["agreement"][0] > 0.99
+    assert abs(output["agreement"][1]) < 0.1
+    assert np.argmax(np.abs(output["only_first"]["examples"])) == 9
+    assert np.argmax(np.abs(output["only_second"]["examples"])) == 2
+    shown = analyze(*queries)
     assert shown.returncode == 0
     assert "agreement [2]" in shown.stdout
     assert "only_second\n" in shown.stdout
 
 
 def test_removals_are_verified_by_training_the_study_again(analyze, place):
-    asked = ("verify", "--fit", "first", "--study", "my_study:study", "--workers", 0)
-    told = answer(analyze(*asked, "--remove", "4", "--remove", "7,2", "--repeats", 2, "--json"))
+    queries = ("verify", "--fit", "first", "--study", "my_study:study", "--workers", 0)
+    output = answer(analyze(*queries, "--remove", "4", "--remove", "7,2", "--repeats", 2, "--json"))
     assert (place / "trained").stat().st_size == 10  # all, two removals, two controls; twice
-    assert np.shape(told["control"]) == (2, 2)
-    np.testing.assert_allclose(told["measured"], [[-3, 0], [2, 0]])
-    np.testing.assert_allclose(told["predicted"], [[-3, 0], [2, 0]], atol=0.15)
-    assert told["correlation"] > 0.99
-    tops = answer(analyze(*asked, "--targets", 1, "--count", 1, "--json"))
+    assert np.shape(output["control"]) == (2, 2)
+    np.testing.assert_allclose(output["measured"], [[-3, 0], [2, 0]])
+    np.testing.assert_allclose(output["predicted"], [[-3, 0], [2, 0]], atol=0.15)
+    assert output["correlation"] > 0.99
+    tops = answer(analyze(*queries, "--targets", 1, "--count", 1, "--json"))
     np.testing.assert_allclose(tops["measured"], [[0, -1]])
-    shown = analyze(*asked, "--targets", 1, "--count", 1)
+    shown = analyze(*queries, "--targets", 1, "--count", 1)
     assert shown.stdout.splitlines()[0].split()[2:] == ["predicted", "measured", "control"]
     assert "of what was predicted" in shown.stdout
 

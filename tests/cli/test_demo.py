@@ -20,9 +20,9 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
     digits = load_digits(wrong_labels=0.08)
     wrong = int(digits.planted.sum())
     store = gk.open(tmp_path / "store")
-    found = int(digits.planted[gk.suspects(store).ids[:wrong]].sum())
-    assert f"hold {found} of the {wrong} planted labels" in story
-    assert found >= 0.9 * wrong
+    result = int(digits.planted[gk.suspects(store).ids[:wrong]].sum())
+    assert f"hold {result} of the {wrong} planted labels" in story
+    assert result >= 0.9 * wrong
     means = [float(text) for text in re.findall(r"([\d.]+)% \(\+-", story)]
     as_they_are, without, at_random, clean = means
     assert without > as_they_are
@@ -39,16 +39,16 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
         float(re.search(rf"{name} ([\d.]+) \[", story)[1]) for name in ("kernel", "trak")
     )
     assert min(kernel, trak) > 0.4
-    kept = {
+    stored = {
         one.subject.split(" at ")[0]: one.value for one in gk.evaluate.evaluations(store).values()
     }
-    assert f"{kept['kernel']:.2f}" == f"{kernel:.2f}"
+    assert f"{stored['kernel']:.2f}" == f"{kernel:.2f}"
     assert "0 lost" in story
     assert "NOT" not in story
-    again = []
-    run_digits_demo(tmp_path / "store", seeds=1, report=again.append)
-    assert again[1] == lines[1]
-    assert [line.split()[0] for line in again] == [line.split()[0] for line in lines]
+    repeated = []
+    run_digits_demo(tmp_path / "store", seeds=1, report=repeated.append)
+    assert repeated[1] == lines[1]
+    assert [line.split()[0] for line in repeated] == [line.split()[0] for line in lines]
 
 
 def test_the_recipe_of_the_story_trains_its_network():
@@ -72,5 +72,5 @@ def test_the_story_in_words_finds_the_false_sentences(tmp_path, monkeypatch):
     ]
     assert np.mean(shares) > 0.7
     assert f"{np.mean(shares):.0%} carry that sentence" in story
-    found, random = re.findall(r"([\d.]+)%", next(line for line in lines if "retrained" in line))
-    assert float(found) < float(random)
+    result, random = re.findall(r"([\d.]+)%", next(line for line in lines if "retrained" in line))
+    assert float(result) < float(random)

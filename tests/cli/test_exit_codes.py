@@ -57,9 +57,9 @@ def test_an_error_of_ours_is_one_line_with_a_report(inline, folder, cache, monke
 def test_an_error_of_ours_is_json_too(inline, folder, cache, monkeypatch):
     fail_with(monkeypatch, RuntimeError("why"))
     run = inline("info", folder, "--json")
-    told = json.loads(run.stdout)["error"]
-    assert (run.returncode, run.stderr, told["type"]) == (70, "", "RuntimeError")
-    assert os.path.exists(told["report"])
+    output = json.loads(run.stdout)["error"]
+    assert (run.returncode, run.stderr, output["type"]) == (70, "", "RuntimeError")
+    assert os.path.exists(output["report"])
 
 
 def test_reports_do_not_pile_up_and_may_have_no_place(inline, folder, cache, monkeypatch, tmp_path):
@@ -115,9 +115,9 @@ def test_the_users_script_shows_the_users_frames_only(inline, tmp_path):
     assert "in deeper" in run.stderr
     assert "mine.py" in run.stderr
     assert "gradkeep/cli" not in run.stderr
-    told = json.loads(inline("remat", "record", "mine.py", "--json").stdout)["error"]
-    assert told["type"] == "ZeroDivisionError"
-    assert "in deeper" in told["traceback"]
+    output = json.loads(inline("remat", "record", "mine.py", "--json").stdout)["error"]
+    assert output["type"] == "ZeroDivisionError"
+    assert "in deeper" in output["traceback"]
 
 
 def test_a_model_of_the_users_shows_the_users_frames_only(inline, tmp_path):
@@ -191,13 +191,13 @@ def test_names_that_no_encoding_has_can_be_printed(gradkeep, folder):
 
 def test_the_table_of_exit_codes_is_complete():
     named = {v for k, v in vars(_errors).items() if k.isupper() and isinstance(v, int)}
-    told = {
+    output = {
         int(line.split("|")[1])
         for line in _errors.__doc__.splitlines()
         if line[:3].strip("| ").isdigit()
     }
-    assert named <= told
-    assert {0, 1, 2, 3, 4, 70, 130, 141, 143} == told
+    assert named <= output
+    assert {0, 1, 2, 3, 4, 70, 130, 141, 143} == output
 
 
 def test_termination_of_a_farm_has_the_usual_code(inline, folder, monkeypatch):

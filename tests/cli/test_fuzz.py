@@ -19,9 +19,9 @@ def test_every_command_has_parameters_that_can_be_drawn():
 
 
 def test_malformed_lines_are_refused_in_a_sentence(box):
-    found = fuzz.try_lines(fuzz.lines(2 * len(fuzz.commands()), seed=7), box)
-    assert not found.bad, "\n".join(found.bad)
-    assert found.counts["refused"] > found.counts["ok"] > 0
+    result = fuzz.try_lines(fuzz.lines(2 * len(fuzz.commands()), seed=7), box)
+    assert not result.bad, "\n".join(result.bad)
+    assert result.counts["refused"] > result.counts["ok"] > 0
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ LINES = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def created(tmp_path_factory):
     """Captures and a ground truth that names a recipe inside of the store's own folder."""
     folder = tmp_path_factory.mktemp("hostile") / "store"
     store = gk.open(folder, durability="process")
@@ -71,9 +71,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def hostile(made, tmp_path):
+def hostile(created, tmp_path):
     """The store with code in its folder, and the file that this code would leave behind."""
-    folder = shutil.copytree(made, tmp_path / "store")
+    folder = shutil.copytree(created, tmp_path / "store")
     mark = tmp_path / "executed"
     code = f"open({str(mark)!r}, 'a').write(__name__)\ndef make(*_, **__):\n    return 1\nmain = make\n"
     for name in ("evil", *SHADOWED):
@@ -99,10 +99,10 @@ def test_every_command_about_a_store_is_tried():
 
 
 @pytest.mark.parametrize("place", ["outside", "inside", "truth in a file"])
-def test_no_command_runs_what_a_store_holds(made, hostile, inline, monkeypatch, place):
+def test_no_command_runs_what_a_store_holds(created, hostile, inline, monkeypatch, place):
     folder, mark = hostile
     if place == "truth in a file":  # the recorded recipe exists, where the ground truth was made
-        shutil.copy(folder / "evil.py", made / "evil.py")
+        shutil.copy(folder / "evil.py", created / "evil.py")
     for words, rest in LINES.items():
         if place == "inside":
             monkeypatch.chdir(folder)
@@ -110,16 +110,16 @@ def test_no_command_runs_what_a_store_holds(made, hostile, inline, monkeypatch, 
         done = inline(*words.split(), *(item.replace("STORE", where) for item in rest))
         assert done.returncode in (0, 1, 2, 3), (words, done.stderr)
         assert not mark.exists(), words
-    (made / "evil.py").unlink(missing_ok=True)
+    (created / "evil.py").unlink(missing_ok=True)
 
 
 def test_a_recipe_of_a_store_is_a_name_that_is_shown(hostile, inline):
     folder, _ = hostile
     for words in (["evaluate", "removal"], ["evaluate", "all"], ["check-removal"]):
         done = inline(*words, folder, *(["1,2"] if words == ["check-removal"] else []))
-        told = done.stdout + done.stderr
-        assert "evil.py:make" in told, words
-        assert "--recipe" in told, words
+        output = done.stdout + done.stderr
+        assert "evil.py:make" in output, words
+        assert "--recipe" in output, words
 
 
 @pytest.mark.parametrize("named", ["evil.py:make", "evil:make"])
@@ -166,12 +166,12 @@ def test_no_question_to_the_page_runs_what_a_store_holds(hostile, monkeypatch):
     app = create_app(str(folder), access=Access("t"))
     headers = {"x-gradkeep-token": "t"}
     client = testclient.TestClient(app, base_url="http://127.0.0.1", headers=headers)
-    given = {"query": 1, "row": 1, "source": "method:dot", "log": "evil.py", "action": "accept"}
+    values = {"query": 1, "row": 1, "source": "method:dot", "log": "evil.py", "action": "accept"}
     for path, methods in client.get("/api/openapi.json").json()["paths"].items():
         for method in methods:
-            options = {"json": {}} if method == "post" else {"params": given}
+            options = {"json": {}} if method == "post" else {"params": values}
             assert client.request(method, path, **options).status_code < 500, path
             assert not mark.exists(), path
-    told = client.post("/api/suspects/retrained", json={})
-    assert told.status_code == 409
-    assert "--recipe" in told.text
+    output = client.post("/api/suspects/retrained", json={})
+    assert output.status_code == 409
+    assert "--recipe" in output.text

@@ -195,8 +195,8 @@ def test_serve_answers_until_it_is_interrupted_and_report_writes_one_file(
             ("api/runs", b'"main"'),
             ("static/app.js", b"render"),
         ):
-            with urllib.request.urlopen(url + path, timeout=30) as found:
-                assert part in found.read()
+            with urllib.request.urlopen(url + path, timeout=30) as result:
+                assert part in result.read()
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(20) in (0, 130)

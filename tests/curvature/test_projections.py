@@ -39,13 +39,13 @@ def matrix(parameter, projection, model=0):
             rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
             cols = size // rows
             shift = _random.places(rows, k, "rows", *words)
-            left = _random.signs(rows, "rows", *words)
+            remaining = _random.signs(rows, "rows", *words)
             right = _random.signs(cols, "columns", *words)
             folds = _random.places(-(-cols // k), k, "columns", *words)
             for r in range(rows):
                 for c in range(cols):
                     place = c if cols <= k else c % k + int(folds[c // k])
-                    result[r * cols + c, (int(shift[r]) + place) % k] = left[r] * right[c]
+                    result[r * cols + c, (int(shift[r]) + place) % k] = remaining[r] * right[c]
         case "fold":
             fold(result, words)
         case "sjlt":
@@ -103,9 +103,9 @@ def test_independent_of_the_batch_and_of_storage(layer, dim, kind, data):
     parts = [rows.take(0, cut), rows.take(cut, len(rows))]
     split = torch.cat([project_rows(form, part, projection) for part in parts])
     assert torch.allclose(split, whole, atol=1e-10)
-    kept = form.restore(rows)
-    dense = Dense(form.parameters, "w.gradient", kept.shape[1])
-    assert torch.allclose(project_rows(dense, DenseRows(kept), projection), whole, atol=1e-10)
+    stored = form.restore(rows)
+    dense = Dense(form.parameters, "w.gradient", stored.shape[1])
+    assert torch.allclose(project_rows(dense, DenseRows(stored), projection), whole, atol=1e-10)
 
 
 @given(layers(), st.integers(1, 4), st.integers(1, 4))
@@ -114,9 +114,9 @@ def test_two_sided_equals_its_matrices_however_a_layer_is_kept(layer, high, wide
     projection = TwoSided(high, wide)
     result = two_sided_rows(form, rows, projection, scratch=500)
     assert result.shape == (len(rows), projection.width(form.parameters))
-    kept = form.restore(rows)
-    dense = Dense(form.parameters, "w.gradient", kept.shape[1])
-    assert torch.allclose(two_sided_rows(dense, DenseRows(kept), projection), result, atol=1e-6)
+    stored = form.restore(rows)
+    dense = Dense(form.parameters, "w.gradient", stored.shape[1])
+    assert torch.allclose(two_sided_rows(dense, DenseRows(stored), projection), result, atol=1e-6)
 
 
 def test_two_sided_of_a_linear_layer_is_what_its_definition_says():
@@ -124,10 +124,10 @@ def test_two_sided_of_a_linear_layer_is_what_its_definition_says():
     torch.manual_seed(0)
     rows = OuterRows(torch.randn(5, 7).double(), torch.randn(5, 9).double())
     words = ("two-sided", 3, 0, "w")
-    left = _random.normals(9 * 4, *words, "rows").view(9, 4).double() / 2
+    remaining = _random.normals(9 * 4, *words, "rows").view(9, 4).double() / 2
     right = _random.normals(8 * 6, *words, "columns").view(8, 6).double() / math.sqrt(6)
     x = torch.cat([rows.x, torch.ones(5, 1)], 1)
-    expected = torch.einsum("br,rk,bc,cj->bkj", rows.g, left, x, right).flatten(1)
+    expected = torch.einsum("br,rk,bc,cj->bkj", rows.g, remaining, x, right).flatten(1)
     result = two_sided_rows(form, rows, TwoSided(4, 6, seed=3))
     assert torch.allclose(result, expected, atol=1e-6)
 

@@ -40,7 +40,7 @@ def test_it_is_what_coordinate_descent_finds(n, m, fraction, ridge, warm, seed):
     y = (y - y.mean()) / y.std()
     gram, c = z.T @ z / m, z.T @ y / m
     lam = fraction * np.abs(c).max()
-    wanted = one_by_one(gram, c, lam, ridge)
+    expected = one_by_one(gram, c, lam, ridge)
     start = rng.standard_normal(n) * (rng.random(n) < 0.5) if warm else np.zeros(n)
     row = [torch.from_numpy(part).float()[None] for part in (c, start, gram @ start)]
     problem = PenalizedProblem(
@@ -52,9 +52,9 @@ def test_it_is_what_coordinate_descent_finds(n, m, fraction, ridge, warm, seed):
     if gap is None:  # another way finishes, from a state that is no worse than the first
         return
     assert float(gap[0]) <= 1e-5
-    found = state.x[0].double().numpy()
+    fitted = state.x[0].double().numpy()
 
     def value(x):
         return x @ gram @ x / 2 - c @ x + lam * np.abs(x).sum() + ridge / 2 * x @ x
 
-    assert value(found) <= value(wanted) + 1e-5
+    assert value(fitted) <= value(expected) + 1e-5

@@ -60,17 +60,17 @@ def test_weights_are_those_of_sklearn(size, kind, part, alpha, seed):
     largest = np.abs(z.T @ (data.outputs - data.outputs.mean(0)) / m).max(0)
     assume((largest > 1e-6).all())
     lam = part * largest
-    found = fit(data.masks, data.outputs, penalty=kind, lam=lam, dtype="float64", tolerance=1e-11)
+    fitted = fit(data.masks, data.outputs, penalty=kind, lam=lam, dtype="float64", tolerance=1e-11)
     for target in range(t):
         y = data.outputs[:, target]
         weights, bias = by_sklearn(data.masks, y, lam[target], kind)
         ours = objective(
-            data.masks, y, found.weights[:, target], found.bias[target], lam[target], kind
+            data.masks, y, fitted.weights[:, target], fitted.bias[target], lam[target], kind
         )
         theirs = objective(data.masks, y, weights, bias, lam[target], kind)
         assert ours <= theirs + 1e-9 * y.var()
         # A minimum of nearly equal value may have other weights where columns depend.
-        predicted = data.masks @ found.weights[:, target] + found.bias[target]
+        predicted = data.masks @ fitted.weights[:, target] + fitted.bias[target]
         assert np.allclose(predicted, data.masks @ weights + bias, atol=2e-4 * y.std())
 
 
@@ -108,7 +108,7 @@ def test_held_out_rows_choose_the_penalty_that_predicts_them_best():
     data = planted(200, 30, 5, seed=1)
     rows = np.arange(150, 200)
     fractions = [1.0, 0.3, 0.1, 0.03, 0.01]
-    found = fit(data.masks, data.outputs, held_out=rows, lambdas=fractions)
+    fitted = fit(data.masks, data.outputs, held_out=rows, lambdas=fractions)
     train, test = data.masks[:150], data.masks[150:]
     z, _ = standard(train)
     for target in range(5):
@@ -119,11 +119,11 @@ def test_held_out_rows_choose_the_penalty_that_predicts_them_best():
             weights, bias = by_sklearn(train, y, fraction * largest, "l1")
             errors.append(((test @ weights + bias - data.outputs[150:, target]) ** 2).mean())
         best = fractions[int(np.argmin(errors))] * largest
-        assert found.lam[target] == pytest.approx(best, rel=1e-4)
+        assert fitted.lam[target] == pytest.approx(best, rel=1e-4)
         weights, _ = by_sklearn(data.masks, data.outputs[:, target], best, "l1")
-        assert np.allclose(found.weights[:, target], weights, atol=0.02)
-    assert found.held_out.models == 50
-    assert found.held_out_rows.tolist() == rows.tolist()
+        assert np.allclose(fitted.weights[:, target], weights, atol=0.02)
+    assert fitted.held_out.models == 50
+    assert fitted.held_out_rows.tolist() == rows.tolist()
 
 
 def test_folds_choose_the_penalty_of_a_brute_force_cross_validation():
@@ -131,23 +131,23 @@ def test_folds_choose_the_penalty_of_a_brute_force_cross_validation():
 
     data = planted(120, 20, 3, seed=5)
     fractions = [0.5, 0.1, 0.02]
-    found = fit(data.masks, data.outputs, folds=4, lambdas=fractions, seed=9)
+    fitted = fit(data.masks, data.outputs, folds=4, lambdas=fractions, seed=9)
     z, _ = standard(data.masks)
     for target in range(3):
         y = data.outputs[:, target]
         out = np.zeros((3, 120))
         for rows in fold_rows(4, 120, seed=9):
-            kept = np.setdiff1d(np.arange(120), rows)
-            inner, _ = standard(data.masks[kept])
-            largest = np.abs(inner.T @ (y[kept] - y[kept].mean()) / len(kept)).max()
+            stored = np.setdiff1d(np.arange(120), rows)
+            inner, _ = standard(data.masks[stored])
+            largest = np.abs(inner.T @ (y[stored] - y[stored].mean()) / len(stored)).max()
             for index, fraction in enumerate(fractions):
-                weights, bias = by_sklearn(data.masks[kept], y[kept], fraction * largest, "l1")
+                weights, bias = by_sklearn(data.masks[stored], y[stored], fraction * largest, "l1")
                 out[index, rows] = data.masks[rows] @ weights + bias
         best = int(((out - y) ** 2).mean(1).argmin())
         largest = np.abs(z.T @ (y - y.mean()) / 120).max()
-        assert found.lam[target] == pytest.approx(fractions[best] * largest, rel=1e-4)
-        wanted = np.corrcoef(out[best], y)[0, 1]
-        assert found.held_out.value[target] == pytest.approx(wanted, abs=5e-3)
+        assert fitted.lam[target] == pytest.approx(fractions[best] * largest, rel=1e-4)
+        expected = np.corrcoef(out[best], y)[0, 1]
+        assert fitted.held_out.value[target] == pytest.approx(expected, abs=5e-3)
 
 
 @pytest.mark.parametrize("kind", ["l1", "elastic", "ridge", "means"])
@@ -171,12 +171,12 @@ def test_the_same_call_gives_the_same_bits(kind):
 
 def test_means_are_differences_of_means():
     data = planted(90, 12, 3)
-    found = fit(data.masks, data.outputs, penalty="means")
+    fitted = fit(data.masks, data.outputs, penalty="means")
     for example in range(12):
         with_it = data.outputs[data.masks[:, example]].mean(0)
         without = data.outputs[~data.masks[:, example]].mean(0)
-        assert np.allclose(found.weights[example], with_it - without, atol=1e-5)
-    assert np.isnan(found.lam).all()
+        assert np.allclose(fitted.weights[example], with_it - without, atol=1e-5)
+    assert np.isnan(fitted.lam).all()
 
 
 @settings(max_examples=15)
@@ -191,58 +191,58 @@ def test_added_models_give_the_fit_of_all(kind, first, second, seed):
     lam = None if kind == "means" else [0.05, 0.1]
     options = {"penalty": kind, "lam": lam, "dtype": "float64", "tolerance": 1e-10}
     start = fit(data.masks[:first], data.outputs[:first], **options)
-    kept = start.weights.copy(), start.counts.pairs.copy()
+    stored = start.weights.copy(), start.counts.pairs.copy()
     grown = start.add(data.masks[first:], data.outputs[first:])
     whole = fit(data.masks, data.outputs, **options)
     assert grown.num_models == first + second
     assert np.allclose(grown.weights, whole.weights, atol=1e-3)
     assert np.array_equal(grown.counts.pairs, whole.counts.pairs)
-    assert np.array_equal(start.weights, kept[0])
-    assert np.array_equal(start.counts.pairs, kept[1])
+    assert np.array_equal(start.weights, stored[0])
+    assert np.array_equal(start.counts.pairs, stored[1])
     if second >= 10:
-        wanted = start.score(data.masks[first:], data.outputs[first:])
-        assert np.array_equal(grown.held_out.value, wanted.value, equal_nan=True)
+        expected = start.score(data.masks[first:], data.outputs[first:])
+        assert np.array_equal(grown.held_out.value, expected.value, equal_nan=True)
 
 
 def test_predictions_are_masks_times_weights_plus_bias():
     data = planted(100, 20, 3, seed=4)
     data.outputs[:] += 1e5
-    found = fit(data.masks, data.outputs)
-    wanted = data.masks @ found.weights.astype(np.float64) + found.bias
-    assert np.allclose(found.predict(data.masks), wanted, atol=1e-4)
-    assert found.score(data.masks, data.outputs).mean > 0.8
+    fitted = fit(data.masks, data.outputs)
+    expected = data.masks @ fitted.weights.astype(np.float64) + fitted.bias
+    assert np.allclose(fitted.predict(data.masks), expected, atol=1e-4)
+    assert fitted.score(data.masks, data.outputs).mean > 0.8
 
 
 def test_a_fit_finds_the_planted_weights_with_enough_models():
     data = planted(3000, 60, 8, explained=0.95)
-    found = fit(data.masks, data.outputs)
-    errors = found.weights - data.weights
+    fitted = fit(data.masks, data.outputs)
+    errors = fitted.weights - data.weights
     assert np.abs(errors).max() < 0.1
-    assert found.held_out.mean > 0.95
-    assert not found.unfinished
+    assert fitted.held_out.mean > 0.95
+    assert not fitted.unfinished
 
 
 @pytest.mark.parametrize("penalty", ["l1", "ridge", "means"])
 def test_a_constant_target_has_no_weights_and_its_constant_as_bias(penalty):
     data = planted(60, 10, 3)
     data.outputs[:, 1] = 1e6 + 0.1
-    found = fit(data.masks, data.outputs, penalty=penalty)
-    assert found.constant_targets == (1,)
-    assert not found.weights[:, 1].any()
-    assert found.bias[1] == pytest.approx(1e6 + 0.1, rel=1e-15)
-    assert found.gap[1] == 0
-    assert np.isnan(found.held_out.value[1])
-    assert not np.isnan(found.held_out.mean)
+    fitted = fit(data.masks, data.outputs, penalty=penalty)
+    assert fitted.constant_targets == (1,)
+    assert not fitted.weights[:, 1].any()
+    assert fitted.bias[1] == pytest.approx(1e6 + 0.1, rel=1e-15)
+    assert fitted.gap[1] == 0
+    assert np.isnan(fitted.held_out.value[1])
+    assert not np.isnan(fitted.held_out.mean)
 
 
 def test_examples_in_all_subsets_or_none_and_repeated_masks_are_noted():
     data = planted(60, 10, 2)
     data.masks[:, 3], data.masks[:, 8] = True, False
     data.masks[5] = data.masks[4]
-    found = fit(data.masks, data.outputs)
-    assert found.constant_examples == (3, 8)
-    assert not found.weights[[3, 8]].any()
-    assert found.repeated_masks >= 1
+    fitted = fit(data.masks, data.outputs)
+    assert fitted.constant_examples == (3, 8)
+    assert not fitted.weights[[3, 8]].any()
+    assert fitted.repeated_masks >= 1
 
 
 def test_subsets_of_one_size_and_duplicated_columns_are_no_trouble():
@@ -253,9 +253,9 @@ def test_subsets_of_one_size_and_duplicated_columns_are_no_trouble():
     masks[:, 19] = masks[:, 18]
     outputs = masks @ rng.standard_normal(20) + 0.1 * rng.standard_normal(80)
     for kind in ("l1", "elastic", "ridge"):
-        found = fit(masks, outputs, penalty=kind)
-        assert not found.unfinished
-        assert found.held_out.mean > 0.8
+        fitted = fit(masks, outputs, penalty=kind)
+        assert not fitted.unfinished
+        assert fitted.held_out.mean > 0.8
 
 
 def test_progress_goes_up_to_its_total():
@@ -275,20 +275,20 @@ def test_a_saved_fit_is_loaded_as_it_was_and_grows(tmp_path, kind, dtype):
     data.outputs[:, 2] = 7.0
     store = gk.open(tmp_path)
     variances = {"variances": np.arange(1, 13)} if kind == "l1" else {}
-    found = fit(data.masks, data.outputs, penalty=kind, dtype=dtype, **variances)
-    found.save(store, "margins")
-    again = load(store, "margins")
+    fitted = fit(data.masks, data.outputs, penalty=kind, dtype=dtype, **variances)
+    fitted.save(store, "margins")
+    repeated = load(store, "margins")
     for name in ("weights", "bias", "lam", "gap"):
-        assert getattr(again, name).tobytes() == getattr(found, name).tobytes(), name
-    assert again.constant_targets == (2,)
-    assert again.held_out.constant_outputs == found.held_out.constant_outputs == (2,)
-    assert again.held_out.constant_predictions == found.held_out.constant_predictions
-    assert np.array_equal(again.held_out.value, found.held_out.value, equal_nan=True)
-    assert again.held_out.mean_low == found.held_out.mean_low
+        assert getattr(repeated, name).tobytes() == getattr(fitted, name).tobytes(), name
+    assert repeated.constant_targets == (2,)
+    assert repeated.held_out.constant_outputs == fitted.held_out.constant_outputs == (2,)
+    assert repeated.held_out.constant_predictions == fitted.held_out.constant_predictions
+    assert np.array_equal(repeated.held_out.value, fitted.held_out.value, equal_nan=True)
+    assert repeated.held_out.mean_low == fitted.held_out.mean_low
     more = planted(40, 12, 3, seed=1)
-    here, there = found.add(more.masks, more.outputs), again.add(more.masks, more.outputs)
+    here, there = fitted.add(more.masks, more.outputs), repeated.add(more.masks, more.outputs)
     assert here.weights.tobytes() == there.weights.tobytes()
-    assert repr(again) == repr(found)
+    assert repr(repeated) == repr(fitted)
 
 
 def test_scores_that_are_no_datamodels_are_not_loaded(tmp_path):
@@ -355,13 +355,13 @@ def test_fewer_models_than_examples_need_a_penalty():
 
 def test_other_examples_or_targets_than_fitted_are_refused():
     data = planted(40, 6, 2)
-    found = fit(data.masks, data.outputs)
+    fitted = fit(data.masks, data.outputs)
     with raises(DatamodelsError, "datamodels.other_examples"):
-        found.predict(data.masks[:, :5])
+        fitted.predict(data.masks[:, :5])
     with raises(DatamodelsError, "datamodels.other_targets"):
-        found.add(data.masks, data.outputs[:, :1])
+        fitted.add(data.masks, data.outputs[:, :1])
     with pytest.raises(ValueError, match="read-only"):
-        found.weights[0] = 1
+        fitted.weights[0] = 1
 
 
 def test_packed_masks_and_tensors_are_taken_as_they_are():

@@ -23,8 +23,8 @@ def few(models=30, examples=1500, targets=100):
 def test_few_models_are_fitted_by_ridge_in_seconds():
     masks, outputs, _ = few()
     began = time.process_time()
-    found = fit(masks, outputs)
-    assert found.options.penalty == "ridge"
+    fitted = fit(masks, outputs)
+    assert fitted.options.penalty == "ridge"
     assert time.process_time() - began < 20
     assert fit(masks[:, :200], outputs).options.penalty == "l1"
 
@@ -53,9 +53,9 @@ def test_a_hybrid_does_not_fall_below_its_prior(split, models):
     # Much of an output is chance of the training, and the prior is good: little to gain.
     outputs = masks @ truth + 4 * rng.standard_normal((len(masks), 20))
     prior = truth + 0.2 * rng.standard_normal(truth.shape)
-    found = fit(masks[:models], outputs[:models], prior=prior.T)
+    fitted = fit(masks[:models], outputs[:models], prior=prior.T)
     real = masks[models:].astype(float), (masks[models:] @ truth)
-    assert lds(found.weights, *real) >= lds(prior, *real) - 0.005
+    assert lds(fitted.weights, *real) >= lds(prior, *real) - 0.005
 
 
 def test_the_prior_alone_is_a_choice_that_is_saved_and_grows(tmp_path):
@@ -65,21 +65,21 @@ def test_the_prior_alone_is_a_choice_that_is_saved_and_grows(tmp_path):
     masks = rng.random((60, 200)) < 0.5
     truth = rng.standard_normal((200, 8))
     outputs = masks @ truth + 20 * rng.standard_normal((60, 8))
-    found = fit(masks, outputs, prior=truth.T)
-    assert np.isinf(found.lam).all()
-    np.testing.assert_allclose(found.weights, truth * found.prior_scale, rtol=1e-5)
+    fitted = fit(masks, outputs, prior=truth.T)
+    assert np.isinf(fitted.lam).all()
+    np.testing.assert_allclose(fitted.weights, truth * fitted.prior_scale, rtol=1e-5)
     store = stores.open(tmp_path / "s")
-    found.save(store, "alone")
-    again = datamodels.load(store, "alone")
-    assert np.isinf(again.lam).all()
-    np.testing.assert_array_equal(again.weights, found.weights)
+    fitted.save(store, "alone")
+    repeated = datamodels.load(store, "alone")
+    assert np.isinf(repeated.lam).all()
+    np.testing.assert_array_equal(repeated.weights, fitted.weights)
 
 
 def test_a_prior_that_can_be_bettered_is():
     data = planted(600, 40, 6)
     prior = data.weights + np.random.default_rng(0).standard_normal(data.weights.shape)
-    found = fit(data.masks, data.outputs, prior=prior.T)
-    assert np.isfinite(found.lam).all()
+    fitted = fit(data.masks, data.outputs, prior=prior.T)
+    assert np.isfinite(fitted.lam).all()
 
 
 def test_removals_chosen_for_large_weights_are_shown_with_a_control_and_what_is_left():
@@ -87,25 +87,25 @@ def test_removals_chosen_for_large_weights_are_shown_with_a_control_and_what_is_
     masks = rng.random((150, 120)) < 0.5
     truth = 0.3 * rng.standard_normal((120, 4))
     outputs = masks @ truth + 3 * rng.standard_normal((150, 4))
-    found = fit(masks, outputs, penalty="ridge", lam=0.05)
-    best = datamodels.top(found, 10).positive
+    fitted = fit(masks, outputs, penalty="ridge", lam=0.05)
+    best = datamodels.top(fitted, 10).positive
 
     def real(mask, seed):
         return mask @ truth
 
     with pytest.warns(EvidenceWarning, match="large by chance too"):
-        told = verify_removals(found, list(best), real, control=True)
-    assert 0 < told.shrinkage < 0.5
-    assert told.control.shape == told.measured.shape == (4, 4)
-    chosen = np.abs(np.diag(told.measured)).mean()
-    assert chosen > np.abs(np.diag(told.control)).mean()
-    lines = str(told).splitlines()
+        result = verify_removals(fitted, list(best), real, control=True)
+    assert 0 < result.shrinkage < 0.5
+    assert result.control.shape == result.measured.shape == (4, 4)
+    chosen = np.abs(np.diag(result.measured)).mean()
+    assert chosen > np.abs(np.diag(result.control)).mean()
+    lines = str(result).splitlines()
     assert lines[0].split() == ["removal", "target", "predicted", "measured", "control"]
     assert len(lines) == 18
-    assert lines[-1].endswith(f"{told.shrinkage:.0%} of what was predicted")
-    again = verify_removals(found, [[0]], lambda mask, seed: mask @ found.weights)
-    assert again.shrinkage == pytest.approx(1)
-    assert again.control is None
+    assert lines[-1].endswith(f"{result.shrinkage:.0%} of what was predicted")
+    repeated = verify_removals(fitted, [[0]], lambda mask, seed: mask @ fitted.weights)
+    assert repeated.shrinkage == pytest.approx(1)
+    assert repeated.control is None
 
 
 def digits():

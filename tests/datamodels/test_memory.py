@@ -38,9 +38,9 @@ def test_the_least_budget_is_named_and_enough(models, examples, targets, itemsiz
     with pytest.raises(BudgetError):
         fit_layout(**sizes, budget=smallest - 1)
     for budget in (2 * smallest, 10 * smallest, 10**15):
-        found = fit_layout(**sizes, budget=budget)
-        assert 1 <= found.targets <= targets
-        assert found.rows >= 1
+        fitted = fit_layout(**sizes, budget=budget)
+        assert 1 <= fitted.targets <= targets
+        assert fitted.rows >= 1
     assert fit_layout(**sizes, budget=10**15).in_memory
 
 

@@ -11,10 +11,10 @@ EXAMPLES, TARGETS = 120, 10
 def fresh_correlation(weights, data):
     """The mean correlation with what new subsets would really do, without noise."""
     masks = np.random.default_rng(99).random((800, EXAMPLES)) < 0.5
-    found, truth = masks @ weights, masks @ data.weights
-    found, truth = found - found.mean(0), truth - truth.mean(0)
-    norms = np.sqrt((found**2).sum(0) * (truth**2).sum(0))
-    return ((found * truth).sum(0) / np.where(norms > 0, norms, 1)).mean()
+    fitted, truth = masks @ weights, masks @ data.weights
+    fitted, truth = fitted - fitted.mean(0), truth - truth.mean(0)
+    norms = np.sqrt((fitted**2).sum(0) * (truth**2).sum(0))
+    return ((fitted * truth).sum(0) / np.where(norms > 0, norms, 1)).mean()
 
 
 def scores_of(data, quality, scale=7.0, seed=5):
@@ -38,15 +38,15 @@ def test_a_hybrid_is_as_good_as_its_better_parent(models, quality):
 
 def test_a_prior_that_points_the_wrong_way_is_left_out():
     data = planted(300, EXAMPLES, TARGETS, seed=3)
-    found = fit(data.masks, data.outputs, prior=-data.weights.T)
-    assert not found.prior_scale.any()
-    assert fresh_correlation(found.weights, data) > 0.5
+    fitted = fit(data.masks, data.outputs, prior=-data.weights.T)
+    assert not fitted.prior_scale.any()
+    assert fresh_correlation(fitted.weights, data) > 0.5
 
 
 def test_the_scale_of_a_perfect_prior_is_found():
     data = planted(2000, 40, 3, explained=0.9, seed=1)
-    found = fit(data.masks, data.outputs, prior=0.25 * data.weights.T)
-    assert np.allclose(found.prior_scale * 0.25, 1, atol=0.1)
+    fitted = fit(data.masks, data.outputs, prior=0.25 * data.weights.T)
+    assert np.allclose(fitted.prior_scale * 0.25, 1, atol=0.1)
 
 
 def test_the_scale_of_scores_does_not_matter():
@@ -60,17 +60,17 @@ def test_a_strong_penalty_leaves_the_prior():
     data = planted(200, 30, 2, seed=4)
     prior = scores_of(data, 0.8)
     for kind, lam in (("ridge", 1e6), ("l1", 1e3)):
-        found = fit(data.masks, data.outputs, prior=prior.T, penalty=kind, lam=lam)
-        assert np.allclose(found.weights, prior * found.prior_scale, atol=1e-3)
+        fitted = fit(data.masks, data.outputs, prior=prior.T, penalty=kind, lam=lam)
+        assert np.allclose(fitted.weights, prior * fitted.prior_scale, atol=1e-3)
 
 
 def test_an_example_with_a_small_variance_stays_near_the_prior():
     data = planted(400, 30, 3, seed=6)
     variances = np.ones(30)
     variances[:15] = 1e-6
-    found = fit(data.masks, data.outputs, penalty="ridge", variances=variances)
+    fitted = fit(data.masks, data.outputs, penalty="ridge", variances=variances)
     free = fit(data.masks, data.outputs, penalty="ridge")
-    assert np.abs(found.weights[:15]).max() < 0.01
+    assert np.abs(fitted.weights[:15]).max() < 0.01
     assert np.abs(free.weights[:15]).max() > 0.05
 
 
@@ -79,13 +79,13 @@ def test_variances_are_those_of_an_explicit_bayesian_regression():
     variances = np.linspace(0.5, 3, 12)
     lam = 0.2
     options = {"dtype": "float64", "tolerance": 1e-13}
-    found = fit(data.masks, data.outputs, penalty="ridge", variances=variances, lam=lam, **options)
+    fitted = fit(data.masks, data.outputs, penalty="ridge", variances=variances, lam=lam, **options)
     x = data.masks.astype(np.float64)
     z = (x - x.mean(0)) / x.std(0)
     y = data.outputs[:, 0] - data.outputs[:, 0].mean()
     relative = variances / variances.mean()
     w = np.linalg.solve(z.T @ z / 60 + lam * np.diag(1 / relative), z.T @ y / 60)
-    assert np.allclose(found.weights[:, 0], w / x.std(0), atol=1e-6)
+    assert np.allclose(fitted.weights[:, 0], w / x.std(0), atol=1e-6)
 
 
 def test_a_grown_hybrid_is_the_hybrid_of_all():

@@ -42,8 +42,8 @@ TRAINING = Training(mlp, epochs=3, batch_size=6, options={"momentum": 0.9})
 
 
 def study(folder, training=TRAINING, **options):
-    given = {"num_models": 10, "outputs": margins(TEST), "stacked": False, **options}
-    return Study(gk.open(folder, durability="process"), (X, Y), training, **given)
+    values = {"num_models": 10, "outputs": margins(TEST), "stacked": False, **options}
+    return Study(gk.open(folder, durability="process"), (X, Y), training, **values)
 
 
 def test_masks_follow_from_seed_and_index_alone():
@@ -99,9 +99,9 @@ def test_the_kept_masks_are_the_subsets_the_models_saw(tmp_path):
         seen[seed] = sorted(subset.indices)
         return linear()
 
-    found = study(tmp_path, train)
-    found.run(workers=0)
-    masks = found.masks().numpy()
+    fitted = study(tmp_path, train)
+    fitted.run(workers=0)
+    masks = fitted.masks().numpy()
     assert sorted(map(tuple, seen.values())) == sorted(
         tuple(np.flatnonzero(mask).tolist()) for mask in masks
     )
@@ -112,8 +112,8 @@ def test_what_a_training_draws_from_the_global_generators_is_reproducible(tmp_pa
     def train(subset, seed):
         return float(torch.rand(()) + np.random.rand())
 
-    kept = output(lambda model: [model], 1)
-    runs = [study(tmp_path / name, train, outputs=kept, num_models=4) for name in ("a", "b")]
+    stored = output(lambda model: [model], 1)
+    runs = [study(tmp_path / name, train, outputs=stored, num_models=4) for name in ("a", "b")]
     runs[0].run(workers=0)
     torch.rand(7)
     runs[1].run(workers=0, batch=4)
@@ -123,36 +123,36 @@ def test_what_a_training_draws_from_the_global_generators_is_reproducible(tmp_pa
 
 def test_kept_models_answer_as_they_did(tmp_path):
     for stacked in (False, True):
-        found = study(tmp_path / str(stacked), keep_models=True, stacked=stacked, num_models=3)
-        found.run(workers=0)
+        fitted = study(tmp_path / str(stacked), keep_models=True, stacked=stacked, num_models=3)
+        fitted.run(workers=0)
         for index in range(3):
-            again = margins(TEST)(found.model(index))
-            np.testing.assert_allclose(again, found.outputs()[index], rtol=1e-5, atol=1e-6)
+            repeated = margins(TEST)(fitted.model(index))
+            np.testing.assert_allclose(repeated, fitted.outputs()[index], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_captured_gradients_are_autograds_of_the_models_that_gave_the_outputs(tmp_path, stacked):
-    found = study(tmp_path, keep_models=True, stacked=stacked, num_models=3)
-    found.run(workers=0)
+    fitted = study(tmp_path, keep_models=True, stacked=stacked, num_models=3)
+    fitted.run(workers=0)
     task = gk.Classification()
-    done = found.capture(batch_size=16)
-    assert [(kept.key.checkpoint, kept.key.split, kept.rows) for kept in done] == [
+    done = fitted.capture(batch_size=16)
+    assert [(stored.key.checkpoint, stored.key.split, stored.rows) for stored in done] == [
         (str(index), split, rows)
         for index in range(3)
         for split, rows in (("train", 40), ("test", 7))
     ]
     for index in range(3):
-        model = found.model(index)
+        model = fitted.model(index)
         if not stacked:  # the very model: trained once more from its mask and seed
-            mask = found.masks([index]).numpy()[0]
-            again = TRAINING.train_one(X[mask], Y[mask], training_seed(0, index))
-            model = again.eval()
+            mask = fitted.masks([index]).numpy()[0]
+            repeated = TRAINING.train_one(X[mask], Y[mask], training_seed(0, index))
+            model = repeated.eval()
         for split, batch in (("train", (X, Y)), ("test", TEST)):
             where = {"split": split, "checkpoints": str(index), "run": "study"}
-            kept = gk.query.gradients(found.store, **where)
-            assert kept.ids.tolist() == list(range(len(batch[1])))
+            stored = gk.query.gradients(fitted.store, **where)
+            assert stored.ids.tolist() == list(range(len(batch[1])))
             truth = per_sample_gradients(model, task.losses, batch)
-            restored = kept.restore(kept.ids)
+            restored = stored.restore(stored.ids)
             assert set(restored) == set(truth)
             for name, gradient in truth.items():
                 scale = float(gradient.abs().max())
@@ -160,12 +160,12 @@ def test_captured_gradients_are_autograds_of_the_models_that_gave_the_outputs(tm
 
 
 def test_a_capture_of_a_study_resumes_and_takes_some_models_and_examples(tmp_path):
-    found = study(tmp_path, keep_models=True, num_models=3)
-    found.run(workers=0)
-    (train, test) = found.capture((TEST[0][:2], TEST[1][:2]), models=[1])
+    fitted = study(tmp_path, keep_models=True, num_models=3)
+    fitted.run(workers=0)
+    (train, test) = fitted.capture((TEST[0][:2], TEST[1][:2]), models=[1])
     assert (train.reused_rows, test.rows) == (0, 2)
-    assert {key.checkpoint for key in found.store.captures()} == {"1"}
-    (train, _) = found.capture((TEST[0][:2], TEST[1][:2]), models=[1])
+    assert {key.checkpoint for key in fitted.store.captures()} == {"1"}
+    (train, _) = fitted.capture((TEST[0][:2], TEST[1][:2]), models=[1])
     assert train.reused_rows == 40
 
 
@@ -174,11 +174,11 @@ def test_captures_that_a_study_cannot_make_are_refused(tmp_path):
     plain.run(workers=0)
     with raises(DatamodelsError, "datamodels.models_not_saved"):
         plain.capture()
-    found = study(tmp_path / "kept", keep_models=True, outputs=output(lambda m: [1.0], 1))
+    fitted = study(tmp_path / "kept", keep_models=True, outputs=output(lambda m: [1.0], 1))
     with raises(DatamodelsError, "datamodels.output_without_examples"):
-        found.capture()
+        fitted.capture()
     with raises(DatamodelsError, "datamodels.reserved_option"):
-        found.capture(TEST, run="mine", split="other")
+        fitted.capture(TEST, run="mine", split="other")
 
 
 def test_a_study_that_keeps_no_models_says_so(tmp_path):
@@ -224,11 +224,11 @@ def test_a_number_of_models_that_is_none_is_refused(tmp_path, count):
 
 
 def test_a_training_that_diverges_is_a_failure_not_a_row(tmp_path):
-    found = study(tmp_path, Training(mlp, epochs=5, lr=1e30), num_models=3)
-    outcome = found.run(workers=0, max_attempts=1)
+    fitted = study(tmp_path, Training(mlp, epochs=5, lr=1e30), num_models=3)
+    outcome = fitted.run(workers=0, max_attempts=1)
     assert len(outcome.failures) == 3
     assert "NaN or infinity" in outcome.failures[0].error
-    assert found.done().tolist() == []
+    assert fitted.done().tolist() == []
 
 
 def test_a_study_is_fitted(tmp_path):
@@ -237,17 +237,17 @@ def test_a_study_is_fitted(tmp_path):
         mask[subset.indices] = 1
         return mask
 
-    kept = {
+    stored = {
         "weight": output(lambda mask: [3 * mask[4] - 2 * mask[7]], 1),
         "size": output(np.sum, ()),
     }
-    found = study(tmp_path, train, outputs=kept, num_models=300, subsets="independent")
-    found.run(workers=0)
-    fitted = found.fit("weight")
+    result = study(tmp_path, train, outputs=stored, num_models=300, subsets="independent")
+    result.run(workers=0)
+    fitted = result.fit("weight")
     assert np.abs(fitted.weights[[4, 7], 0] - [3, -2]).max() < 0.2
-    assert isinstance(found.masks([0, 5]), Masks)
+    assert isinstance(result.masks([0, 5]), Masks)
     with raises(DatamodelsError, "datamodels.unknown_output"):
-        found.outputs()
+        result.outputs()
 
 
 def test_removals_are_verified_by_trainings_that_the_store_keeps(tmp_path):
@@ -259,19 +259,19 @@ def test_removals_are_verified_by_trainings_that_the_store_keeps(tmp_path):
         mask[subset.indices] = 1
         return mask
 
-    kept = output(lambda mask: [3 * mask[4] - 2 * mask[7], mask[9]], 2)
-    found = study(tmp_path, train, outputs=kept, num_models=300, subsets="independent")
-    found.run(workers=0)
-    fitted = found.fit()
+    stored = output(lambda mask: [3 * mask[4] - 2 * mask[7], mask[9]], 2)
+    result = study(tmp_path, train, outputs=stored, num_models=300, subsets="independent")
+    result.run(workers=0)
+    fitted = result.fit()
     trained.clear()
     removals = [[4], [7, 20], range(9, 12)]
-    checked = found.verify_removals(fitted, removals, repeats=2, workers=0)
+    checked = result.verify_removals(fitted, removals, repeats=2, workers=0)
     assert len(trained) == 8
     np.testing.assert_allclose(checked.measured, [[-3, 0], [2, 0], [0, -1]])
     assert checked.correlation > 0.99
-    again = found.verify_removals(fitted, removals, repeats=3, workers=0)
+    repeated = result.verify_removals(fitted, removals, repeats=3, workers=0)
     assert len(trained) == 12, "only the third repeat is trained"
-    np.testing.assert_allclose(again.measured, checked.measured)
+    np.testing.assert_allclose(repeated.measured, checked.measured)
 
 
 def test_stacked_training_equals_training_alone():
@@ -284,8 +284,8 @@ def test_stacked_training_equals_training_alone():
         weights, ask = train_many(training, X, Y, subsets, list(range(9)))
         alone = [training.train_one(X[rows], Y[rows], n) for n, rows in enumerate(subsets)]
         with torch.no_grad():
-            wanted = torch.stack([model(TEST[0]) for model in alone])
-        assert (ask(TEST[0]) - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+            expected = torch.stack([model(TEST[0]) for model in alone])
+        assert (ask(TEST[0]) - expected).abs().max() <= TOLERANCE * expected.abs().max()
         moved = alone[0].state_dict()["0.weight"] - training.begin(0).state_dict()["0.weight"]
         assert moved.abs().max() > 0.01, "something was learnt"
         assert weights["0.weight"].shape == (9, 8, 5)

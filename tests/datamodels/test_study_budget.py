@@ -60,8 +60,8 @@ def test_models_are_the_same_to_the_bit(tmp_path, monkeypatch):
 
 def test_a_study_may_go_on_with_another_budget(tmp_path):
     assert study(tmp_path, 0.8).run(workers=0).complete
-    again = study(tmp_path, None, stacked=False)
-    assert len(again.done()) == 3
+    repeated = study(tmp_path, None, stacked=False)
+    assert len(repeated.done()) == 3
 
 
 def test_what_cannot_be_is_told(tmp_path):

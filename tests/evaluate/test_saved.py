@@ -11,30 +11,30 @@ from gradkeep.store import EvaluationKey, verify
 
 
 @pytest.fixture
-def found():
+def result():
     rng = np.random.default_rng(0)
     return evaluate.label_detection(rng.standard_normal(200), rng.random(200) < 0.1)
 
 
-def test_an_evaluation_comes_back_as_it_was(tmp_path, found):
+def test_an_evaluation_comes_back_as_it_was(tmp_path, result):
     store = gk.open(tmp_path)
-    found.save("labels", store=store)
-    found.save("labels", store=store)  # the same again is free
+    result.save("labels", store=store)
+    result.save("labels", store=store)  # the same again is free
     back = evaluate.Evaluation.load(store, "labels")
     for part in ("metric", "subject", "value", "interval", "sizes", "truth", "universe", "level"):
-        assert getattr(back, part) == getattr(found, part)
+        assert getattr(back, part) == getattr(result, part)
     for part in ("draws", "items", "item_ids"):
-        np.testing.assert_array_equal(getattr(back, part), getattr(found, part))
-    np.testing.assert_array_equal(back.curve.values, found.curve.values)
-    assert back.curve.names == found.curve.names
-    assert str(back.curve) == str(found.curve)
-    assert not evaluate.compare(back, found).differs
+        np.testing.assert_array_equal(getattr(back, part), getattr(result, part))
+    np.testing.assert_array_equal(back.curve.values, result.curve.values)
+    assert back.curve.names == result.curve.names
+    assert str(back.curve) == str(result.curve)
+    assert not evaluate.compare(back, result).differs
     assert list(evaluate.evaluations(store)) == ["labels"]
 
 
-def test_a_store_with_evaluations_is_shown_verified_and_cleaned(tmp_path, found):
+def test_a_store_with_evaluations_is_shown_verified_and_cleaned(tmp_path, result):
     store = gk.open(tmp_path)
-    found.save("labels", store=store)
+    result.save("labels", store=store)
     assert "1 evaluation" in store.info().title
     assert verify(tmp_path).healthy
     assert EvaluationKey("labels") in store.blocks()
@@ -47,9 +47,9 @@ def test_a_store_with_evaluations_is_shown_verified_and_cleaned(tmp_path, found)
     assert store.evaluations() == []
 
 
-def test_another_evaluation_of_that_name_is_refused(tmp_path, found):
+def test_another_evaluation_of_that_name_is_refused(tmp_path, result):
     store = gk.open(tmp_path)
-    found.save("labels", store=store)
+    result.save("labels", store=store)
     rng = np.random.default_rng(1)
     other = evaluate.label_detection(rng.standard_normal(200), rng.random(200) < 0.1)
     with raises(EvaluationError, "evaluate.name_taken"):
@@ -58,8 +58,8 @@ def test_another_evaluation_of_that_name_is_refused(tmp_path, found):
         evaluate.Evaluation.load(store, "lds")
 
 
-def test_evaluations_are_drawn(found):
-    axes = found.plot().axes[0]
+def test_evaluations_are_drawn(result):
+    axes = result.plot().axes[0]
     assert axes.get_xlabel() == "rows looked at"
     plain = evaluate.leakage(
         gk.Scores(np.eye(4, 9, dtype=np.float32), np.arange(4), np.arange(9)), [0, 1, 2, 8]

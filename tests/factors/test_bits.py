@@ -79,18 +79,20 @@ def test_rows_decode_to_what_they_should(bits, count, size, seed):
 @given(widths, widths, st.integers(0, 6), st.integers(1, 40), st.sampled_from([1, 300, 1 << 20]))
 def test_products_and_sums_are_those_of_decoded_rows(bits, other, count, size, scratch):
     torch.manual_seed(size)
-    form, asked = form_of(size, bits), form_of(size, other)
-    assert form.same_layout(asked) == (bits == other or other not in PACKED)
+    form, requests = form_of(size, bits), form_of(size, other)
+    assert form.same_layout(requests) == (bits == other or other not in PACKED)
     train, queries = coded(torch.randn(count, size), bits), coded(torch.randn(3, size), other)
-    dense, left = form.restore(train), asked.restore(queries)
+    dense, remaining = form.restore(train), requests.restore(queries)
     close = torch.testing.assert_close
-    close(form.along(train, left, scratch=scratch), left @ dense.t(), rtol=1e-4, atol=1e-5)
+    close(
+        form.along(train, remaining, scratch=scratch), remaining @ dense.t(), rtol=1e-4, atol=1e-5
+    )
     weights = torch.randn(2, count)
     close(form.weighted_sum(train, weights), weights @ dense, rtol=1e-4, atol=1e-5)
     close(form.weighted_squares(train, weights), weights @ dense.square(), rtol=1e-4, atol=1e-5)
     if bits == other:
         result = form.dot(queries, train, compute="dense", scratch=scratch)
-        close(result, left @ dense.t(), rtol=1e-4, atol=1e-5)
+        close(result, remaining @ dense.t(), rtol=1e-4, atol=1e-5)
 
 
 @given(
@@ -164,12 +166,14 @@ def test_projections_choose_weigh_and_fold(folds, size, choose, seed):
     form = Outer((Parameter("w", (5, 4)), Parameter("b", (5,))), "x", "g", 4, 5, bias=True)
     rows = OuterRows(torch.randn(6, 4), torch.randn(6, 5), torch.tensor([0, 2, 2, 6]))
     high, wide = (3, 4) if choose else (folds, size)
-    left, right = torch.randn(1, 5, high), torch.randn(1, 5, wide)
+    remaining, right = torch.randn(1, 5, high), torch.randn(1, 5, wide)
     chosen = torch.randperm(high * wide)[: folds * size].view(folds, size) if choose else None
     weights = torch.randn(folds, size)
-    result = LayerProjection((BlockProjection(left, right, weights, chosen),)).applied(form, rows)
+    result = LayerProjection((BlockProjection(remaining, right, weights, chosen),)).applied(
+        form, rows
+    )
     (block,) = form.weight_blocks()
-    whole = (left.mT @ block.matrices(form.restore(rows)) @ right).flatten(1)
+    whole = (remaining.mT @ block.matrices(form.restore(rows)) @ right).flatten(1)
     for j in range(size):
         at = [int(chosen[f, j]) if choose else f * size + j for f in range(folds)]
         expected = sum(weights[f, j] * whole[:, at[f]] for f in range(folds))

@@ -183,13 +183,13 @@ def test_restored_gradients_are_those_of_autograd(data, form):
 @given(st.data(), forms, st.sampled_from([1, 300, 1 << 20]))
 def test_every_way_gives_the_products_of_restored_gradients(data, form, scratch):
     queries, train = data.draw(rows_of(form)), data.draw(rows_of(form))
-    left, right = form.restore(queries), form.restore(train)
+    remaining, right = form.restore(queries), form.restore(train)
     for compute in form.computes:
-        close(form.dot(queries, train, compute=compute, scratch=scratch), left @ right.t())
+        close(form.dot(queries, train, compute=compute, scratch=scratch), remaining @ right.t())
         result = form.dot(single(queries), single(train), compute=compute, scratch=scratch)
         assert result.dtype == torch.float32
-        scale = left.norm(dim=1)[:, None] * right.norm(dim=1)
-        error = (result.double() - left @ right.t()).abs()
+        scale = remaining.norm(dim=1)[:, None] * right.norm(dim=1)
+        error = (result.double() - remaining @ right.t()).abs()
         # Sums of products may cancel; what rounding can reach is bounded by their absolute sum.
         assert (error <= 1e-5 * scale + 2e-5).all()
 
@@ -215,10 +215,13 @@ def test_coordinates_between_two_sides_are_those_of_restored_gradients(data, for
     rows = data.draw(rows_of(form))
     dense = form.restore(rows)
     for block in form.weight_blocks():
-        left, right = random(block.groups, block.rows, high), random(block.groups, block.cols, wide)
-        result = form.between(rows, block, left, right)
-        close(result, left.mT @ block.matrices(dense) @ right)
-        alone = form.between(single(rows), block, left.float(), right.float())
+        remaining, right = (
+            random(block.groups, block.rows, high),
+            random(block.groups, block.cols, wide),
+        )
+        result = form.between(rows, block, remaining, right)
+        close(result, remaining.mT @ block.matrices(dense) @ right)
+        alone = form.between(single(rows), block, remaining.float(), right.float())
         assert alone.dtype == torch.float32
         close(alone, result, 1e-4)
 
@@ -246,9 +249,9 @@ def test_frequent_and_rare_ids_meet():
     torch.manual_seed(0)
     form = Lookup((Parameter("w", (50, 64)),), "ids", "g", 50, 64)
     ids = [torch.where(torch.rand(600) < 0.5, 3, torch.randint(50, (600,))) for _ in range(2)]
-    left, right = (LookupRows(i, random(600, 64), torch.arange(0, 601, 10)) for i in ids)
-    result = form.dot(left, right, compute="factored", scratch=1 << 16)
-    close(result, form.restore(left) @ form.restore(right).t())
+    remaining, right = (LookupRows(i, random(600, 64), torch.arange(0, 601, 10)) for i in ids)
+    result = form.dot(remaining, right, compute="factored", scratch=1 << 16)
+    close(result, form.restore(remaining) @ form.restore(right).t())
 
 
 def test_an_unknown_way_and_rows_of_another_form_are_refused():

@@ -146,8 +146,8 @@ def test_projections_and_curvature_restore_it(rows):
     moments = matrix_moments(block, FORM)
     moments.add(rows, None)
     matrices = dense.view(6, 3, 4).double()
-    left, right = moments.sides()
-    close(left[0], torch.einsum("brc,bsc->rs", matrices, matrices) / 6)
+    remaining, right = moments.sides()
+    close(remaining[0], torch.einsum("brc,bsc->rs", matrices, matrices) / 6)
     close(
         right[0] * (matrices.square().sum() / 6),
         torch.einsum("brc,brd->cd", matrices, matrices) / 6,

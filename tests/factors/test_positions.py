@@ -89,10 +89,10 @@ def test_what_has_no_positions_says_so():
 def test_pulled_back_directions_have_the_products_of_coordinates(folds, chosen):
     torch.manual_seed(1)
     form, rows = make("linear")
-    left, right = torch.randn(1, 5, 3).double(), torch.randn(1, 5, 2).double()
+    remaining, right = torch.randn(1, 5, 3).double(), torch.randn(1, 5, 2).double()
     size = 4 if chosen else 6 // folds
     places = torch.randint(6, (folds, size)) if chosen else None
-    block = BlockProjection(left, right, torch.randn(folds, size).double(), places)
+    block = BlockProjection(remaining, right, torch.randn(folds, size).double(), places)
     own = LayerProjection((block,))
     queries = torch.randn(2, size).double()
     expected = queries @ own.applied(form, rows).t()

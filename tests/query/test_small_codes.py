@@ -291,11 +291,11 @@ def test_an_interrupted_call_is_gone_on_with(tmp_path, monkeypatch):
     train, _ = dense_rows(tmp_path / "two", rows, rows[:2])
     real, remaining = _build_codes._CodeBuilder._encode, [12]
 
-    def broken(self, *given):
+    def broken(self, *values):
         remaining[0] -= 1
         if not remaining[0]:
             raise KeyboardInterrupt
-        return real(self, *given)
+        return real(self, *values)
 
     monkeypatch.setattr(_build_codes._CodeBuilder, "_encode", broken)
     with pytest.raises(KeyboardInterrupt):

@@ -50,9 +50,9 @@ def test_two_who_decide_at_once_are_both_heard(tmp_path):
         st.tuples(st.integers(0, 3), st.sampled_from(["accept", "relabel", "undo"])), max_size=30
     )
 )
-def test_what_stands_is_the_last_word_that_was_not_taken_back(said):
+def test_what_stands_is_the_last_word_that_was_not_taken_back(text):
     log, stacks = [], {}
-    for row, action in said:
+    for row, action in text:
         stack = stacks.setdefault(row, [])
         if action == "undo":
             if not stack:
@@ -85,7 +85,7 @@ def test_damage_to_the_log_is_seen(tmp_path, how):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         {"split": "../up"},
         {"split": ""},
@@ -96,6 +96,6 @@ def test_damage_to_the_log_is_seen(tmp_path, how):
         {"label": 0.5},
     ],
 )
-def test_what_is_no_decision_is_refused(given):
+def test_what_is_no_decision_is_refused(values):
     with pytest.raises(StoreError):
-        Decision(**{"split": "train", "row": 1, "action": "accept", **given})
+        Decision(**{"split": "train", "row": 1, "action": "accept", **values})

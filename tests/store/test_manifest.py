@@ -209,14 +209,14 @@ def test_dropped_rows_still_count_as_written(store):
     assert (actual.version, actual.rows, actual.next_row) == (1, 2, 3)
 
 
-@pytest.mark.parametrize(("second", "told"), [([1, 2], "id 1"), ([1, 0], "id 1 and more")])
-def test_an_id_in_two_segments_is_refused(store, second, told):
+@pytest.mark.parametrize(("second", "output"), [([1, 2], "id 1"), ([1, 0], "id 1 and more")])
+def test_an_id_in_two_segments_is_refused(store, second, output):
     of = begin(store)
     put_segment(store, of, 0, [0, 1])
     put_segment(store, of, 1, second)
     with raises(InvalidRowsError, "store.id_in_two_segments") as caught:
         seal(store)
-    assert caught.value.found == told
+    assert caught.value.found == output
     assert caught.value.path.endswith("seg/000001.safetensors")
 
 

@@ -129,7 +129,7 @@ def test_facts_of_scores_and_row_sets(store):
 
 
 @pytest.mark.parametrize(
-    ("victim", "said"),
+    ("victim", "text"),
     [
         ("schema.json", "does not match its checksum"),
         ("manifest/000000.json", "does not match its checksum"),
@@ -137,7 +137,7 @@ def test_facts_of_scores_and_row_sets(store):
     ],
 )
 @pytest.mark.parametrize("how", ["truncated", "gone"])
-def test_a_damaged_block_is_unreadable_with_the_reason(store, victim, said, how):
+def test_a_damaged_block_is_unreadable_with_the_reason(store, victim, text, how):
     write(store, key(), 10)
     write(store, key("other"), 4)
     file = Path(store.location, key().folder, victim)
@@ -149,7 +149,7 @@ def test_a_damaged_block_is_unreadable_with_the_reason(store, victim, said, how)
     assert actual["other"].state == "sealed"
     assert actual["final"].state == "unreadable"
     assert f"{key().folder}/{victim}: " in actual["final"].problem
-    assert (said if how == "truncated" else "missing") in actual["final"].problem
+    assert (text if how == "truncated" else "missing") in actual["final"].problem
 
 
 def test_a_damaged_header_of_an_open_block_is_unreadable(store):

@@ -63,8 +63,8 @@ def make_client():
     from gradkeep.web._app import create_app
     from gradkeep.web._guard import Access
 
-    def make(store, *, access=None, **given):
-        app = create_app(store, access=access or Access(TOKEN), **given)
+    def make(store, *, access=None, **values):
+        app = create_app(store, access=access or Access(TOKEN), **values)
         return TestClient(app, base_url="http://127.0.0.1", headers={"x-gradkeep-token": TOKEN})
 
     return make

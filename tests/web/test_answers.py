@@ -41,8 +41,8 @@ def test_why_ranks_as_the_library_does(shared, master, source):
         if kind == "saved"
         else gk.attribute(master, method=name, checkpoints=at)
     )
-    found = settled(shared, f"/api/why?query=7&k=5&source={source}").json()
-    (answer,) = found["answers"]
+    response = settled(shared, f"/api/why?query=7&k=5&source={source}").json()
+    (answer,) = response["answers"]
     for side, ranked in (("helped", scores.top(5, query=7)), ("hurt", scores.bottom(5, query=7))):
         assert [one["row"]["id"] for one in answer[side]] == ranked.ids.tolist()
         assert [one["score"] for one in answer[side]] == pytest.approx(
@@ -66,8 +66,8 @@ def test_two_methods_stand_side_by_side_with_what_is_known_of_each(shared):
 
 
 def test_a_label_can_be_chosen_where_the_store_can_answer_it(shared):
-    found = settled(shared, "/api/why?query=7").json()
-    assert {one["queries"] for one in found["explained"]} == {"test", "test-as-3"}
+    answer = settled(shared, "/api/why?query=7").json()
+    assert {one["queries"] for one in answer["explained"]} == {"test", "test-as-3"}
     other = settled(shared, "/api/why?query=7&queries=test-as-3&source=method:kernel").json()
     assert other["query"]["label"] == 3
     mine = settled(shared, "/api/why?query=7&source=method:kernel").json()
@@ -85,18 +85,18 @@ def test_layers_add_up_to_the_score(shared):
 
 
 def test_groups_are_those_of_the_library(shared, master):
-    found = settled(shared, "/api/why/groups?query=7&source=method:kernel").json()
+    answer = settled(shared, "/api/why/groups?query=7&source=method:kernel").json()
     expected = gk.groups(gk.attribute(master, method="kernel"), 7)
-    assert [one["name"] for one in found["groups"]] == [one.name for one in expected.groups]
-    assert found["rest"] == expected.rest
+    assert [one["name"] for one in answer["groups"]] == [one.name for one in expected.groups]
+    assert answer["rest"] == expected.rest
 
 
 def test_queries_are_filtered_and_searched(shared, master):
     block = gk.open(master).read(gk.store.CaptureKey("epoch-12", "test"))
     wrong = np.flatnonzero(block.column("label") != block.column("predicted"))
-    found = shared.get("/api/queries?show=wrong&count=100").json()
-    assert sorted(one["id"] for one in found["rows"]) == wrong.tolist()
-    losses = [one["loss"] for one in found["rows"]]
+    answer = shared.get("/api/queries?show=wrong&count=100").json()
+    assert sorted(one["id"] for one in answer["rows"]) == wrong.tolist()
+    losses = [one["loss"] for one in answer["rows"]]
     assert losses == sorted(losses, reverse=True)
     assert all(
         0.1 < one["probability"] < 0.9
@@ -113,11 +113,11 @@ def test_queries_are_filtered_and_searched(shared, master):
 
 
 def test_suspects_are_those_of_the_library(shared, master):
-    found = settled(shared, "/api/suspects?count=20").json()
+    answer = settled(shared, "/api/suspects?count=20").json()
     expected = gk.suspects(master, checkpoints=["epoch-04", "epoch-12"])
-    assert [one["row"]["id"] for one in found["rows"]] == expected.ids[:20].tolist()
-    assert found["classes"] == NAMES
-    assert found["noise"] is None
+    assert [one["row"]["id"] for one in answer["rows"]] == expected.ids[:20].tolist()
+    assert answer["classes"] == NAMES
+    assert answer["noise"] is None
     noisy = settled(shared, "/api/suspects?run=losses&by=noise").json()
     assert 0 <= noisy["noise"]["low"] <= noisy["noise"]["rate"] <= noisy["noise"]["high"] <= 1
 
@@ -145,9 +145,9 @@ def test_decisions_are_exported(client):
     decide(client, 3, "relabel", 5)
     decide(client, 50, "relabel")
     decide(client, 4, "accept")
-    told = client.get("/api/decisions/export?form=csv")
-    assert "attachment" in told.headers["content-disposition"]
-    rows = list(csv.DictReader(io.StringIO(told.text)))
+    answer = client.get("/api/decisions/export?form=csv")
+    assert "attachment" in answer.headers["content-disposition"]
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert [(one["id"], one["action"], one["label"]) for one in rows] == [
         ("3", "relabel", "5"),
         ("50", "relabel", ""),
@@ -164,13 +164,13 @@ def test_a_killed_process_loses_no_decision_that_was_acknowledged(folder):
         "for row in range(10**6):\n"
         "    print(store.decide(gk.store.Decision('train', row, 'accept')).number, flush=True)\n"
     )
-    told = subprocess.Popen(
+    answer = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True
     )
     for _ in range(25):
-        last = int(told.stdout.readline())
-    told.send_signal(signal.SIGKILL)
-    told.communicate()
+        last = int(answer.stdout.readline())
+    answer.send_signal(signal.SIGKILL)
+    answer.communicate()
     log = gk.open(folder).decisions("train")
     assert [one.number for one in log] == list(range(len(log)))
     assert len(log) > last >= 24
@@ -178,40 +178,40 @@ def test_a_killed_process_loses_no_decision_that_was_acknowledged(folder):
 
 def test_models_that_never_saw_a_row_suggest_its_label(client):
     assert settled(client, "/api/suspects").json()["suggestions"] == "none"
-    given = {"run": "main", "split": "train", "name": "main"}
-    assert settled(client, "/api/suspects/suggestions", post=given).json() == {"there": True}
-    found = settled(client, "/api/suspects?count=120").json()
-    assert found["suggestions"] == "there"
-    said = {one["row"]["id"]: one["suggestion"] for one in found["rows"]}
+    values = {"run": "main", "split": "train", "name": "main"}
+    assert settled(client, "/api/suspects/suggestions", post=values).json() == {"there": True}
+    answer = settled(client, "/api/suspects?count=120").json()
+    assert answer["suggestions"] == "there"
+    text = {one["row"]["id"]: one["suggestion"] for one in answer["rows"]}
     assert all(
-        one["name"] == NAMES[one["label"]] and 0 < one["probability"] <= 1 for one in said.values()
+        one["name"] == NAMES[one["label"]] and 0 < one["probability"] <= 1 for one in text.values()
     )
-    assert sum(said[row]["label"] != 0 for row in WRONG if row in said) >= 1
+    assert sum(text[row]["label"] != 0 for row in WRONG if row in text) >= 1
 
 
 def test_training_without_what_was_said_to_be_wrong_shows_the_difference(client):
-    url, given = "/api/suspects/retrained", {"run": "main", "split": "train", "name": "main"}
-    assert client.post(url, json=given).status_code == 409  # nothing was said yet
+    url, values = "/api/suspects/retrained", {"run": "main", "split": "train", "name": "main"}
+    assert client.post(url, json=values).status_code == 409  # nothing was said yet
     for row in WRONG:
         decide(client, row, "relabel", 1)
-    found = settled(client, url, post=given).json()
-    assert found["rows"] == len(WRONG)
-    assert found["gain"]["low"] <= found["gain"]["value"] <= found["gain"]["high"]
-    assert client.get(url).json() == found
+    answer = settled(client, url, post=values).json()
+    assert answer["rows"] == len(WRONG)
+    assert answer["gain"]["low"] <= answer["gain"]["value"] <= answer["gain"]["high"]
+    assert client.get(url).json() == answer
 
 
 def test_without_a_recipe_the_command_is_named(shared):
-    told = shared.get("/api/suspects/retrained").json()["problem"]
-    assert "--recipe" in told["fix"]
+    answer = shared.get("/api/suspects/retrained").json()["problem"]
+    assert "--recipe" in answer["fix"]
 
 
 def test_the_map_is_that_of_the_library(shared, master):
-    found = settled(shared, "/api/clusters?clusters=4").json()
+    answer = settled(shared, "/api/clusters?clusters=4").json()
     expected = map_rows(master, checkpoints="epoch-12", clusters=4)
-    assert found["ids"] == expected.ids.tolist()
-    assert found["x"] == pytest.approx(expected.places[:, 0].tolist(), abs=1e-4)
-    assert found["cluster"] == expected.clusters.tolist()
-    assert [one["size"] for one in found["clusters"]] == np.bincount(expected.clusters).tolist()
+    assert answer["ids"] == expected.ids.tolist()
+    assert answer["x"] == pytest.approx(expected.places[:, 0].tolist(), abs=1e-4)
+    assert answer["cluster"] == expected.clusters.tolist()
+    assert [one["size"] for one in answer["clusters"]] == np.bincount(expected.clusters).tolist()
     members = shared.get("/api/rows?row=5&row=6&row=9999").json()
     assert [one["known"] for one in members] == [True, True, False]
 
@@ -219,24 +219,24 @@ def test_the_map_is_that_of_the_library(shared, master):
 def test_budgets_cost_what_the_simulator_says(shared, master):
     from gradkeep.remat import read_log, simulate, unlimited_peak
 
-    found = settled(shared, "/api/memory").json()
+    answer = settled(shared, "/api/memory").json()
     program = read_log(master / "remat" / "step.log")
     peak = unlimited_peak(program)
-    assert found["peak"] == peak
-    curve = {one["ratio"]: one for one in found["curves"][0]["points"]}
+    assert answer["peak"] == peak
+    curve = {one["ratio"]: one for one in answer["curves"][0]["points"]}
     outcome = simulate(program, heuristic="dtr-eq", budget=int(0.8 * peak), limit=4.0)
     assert (curve[0.8]["status"], curve[0.8]["overhead"]) == (outcome.status, outcome.overhead)
-    found = settled(shared, "/api/memory/timeline?log=step.log&ratio=0.8").json()
-    assert found["total_evictions"] == outcome.evictions
-    assert max(found["memory"]) <= found["budget"]
-    assert "80% of its memory" in found["sentence"]
+    answer = settled(shared, "/api/memory/timeline?log=step.log&ratio=0.8").json()
+    assert answer["total_evictions"] == outcome.evictions
+    assert max(answer["memory"]) <= answer["budget"]
+    assert "80% of its memory" in answer["sentence"]
     assert shared.get("/api/memory/timeline?log=../STORE.json").status_code == 409
 
 
 def test_evaluations_carry_intervals(shared):
-    (found,) = shared.get("/api/evaluations").json()["evaluations"]
-    assert found["low"] <= found["value"] <= found["high"]
-    assert found["name"] == "lds-kernel"
+    (answer,) = shared.get("/api/evaluations").json()["evaluations"]
+    assert answer["low"] <= answer["value"] <= answer["high"]
+    assert answer["name"] == "lds-kernel"
 
 
 def test_the_store_and_its_health(client, folder):
@@ -266,9 +266,9 @@ def test_a_capture_that_is_being_written_is_shown_and_not_asked(client, folder):
         time.sleep(0.1)
     assert (live[0]["state"], live[0]["wanted"]) == ("open", 100)
     assert 0 < live[0]["rows"] <= 30
-    told = client.get("/api/suspects?run=live")
-    assert told.status_code == 404
-    assert "open" in told.json()["problem"]["found"]
+    answer = client.get("/api/suspects?run=live")
+    assert answer.status_code == 404
+    assert "open" in answer.json()["problem"]["found"]
 
 
 def test_a_store_that_is_none_or_damaged_is_told_in_place_and_tried_again(
@@ -276,9 +276,9 @@ def test_a_store_that_is_none_or_damaged_is_told_in_place_and_tried_again(
 ):
     nothing = make_client(tmp_path / "nowhere")
     for url in ("/api/runs", "/api/store", "/api/why?query=1", "/api/suspects", "/api/evaluations"):
-        found = nothing.get(url)
-        assert found.status_code == 410, url
-        assert "problem" in found.json()
+        answer = nothing.get(url)
+        assert answer.status_code == 410, url
+        assert "problem" in answer.json()
     sick = make_client(folder)
     identity = (folder / "STORE.json").read_bytes()
     (folder / "STORE.json").write_bytes(identity[:-9])
@@ -292,16 +292,16 @@ def test_a_damaged_capture_is_told_where_it_is_asked(folder, make_client):
     for segment in folder.glob("blocks/main/epoch-12/train/main/seg/*"):
         segment.write_bytes(b"nothing")
     client = make_client(folder)
-    found = settled(client, "/api/why?query=7&source=method:kernel")
-    assert found.status_code in (200, 409)
-    assert "problem" in found.text
+    answer = settled(client, "/api/why?query=7&source=method:kernel")
+    assert answer.status_code in (200, 409)
+    assert "problem" in answer.text
     assert settled(client, "/api/queries").status_code == 200
 
 
 def test_a_query_that_does_not_exist_is_told(shared):
-    found = shared.get("/api/why?query=123456")
-    assert found.status_code == 404
-    assert "has no row 123456" in found.json()["problem"]["what"]
+    answer = shared.get("/api/why?query=123456")
+    assert answer.status_code == 404
+    assert "has no row 123456" in answer.json()["problem"]["what"]
 
 
 def test_scores_of_another_capture_are_told(folder, make_client):
@@ -366,12 +366,12 @@ def test_tokens_carry_what_the_library_says(tmp_path, make_client):
         )
     words = gk.Preview(tokens=lambda row: [f"w{token}" for token in rows[row].tolist()])
     client = make_client(tmp_path, data=words)
-    found = settled(client, "/api/why/tokens?query=1&row=2&row=4").json()
+    answer = settled(client, "/api/why/tokens?query=1&row=2&row=4").json()
     expected = gk.attribute_tokens(tmp_path, ids=[1], train_ids=[2, 4])
-    assert found["rows"][1]["values"] == pytest.approx(
+    assert answer["rows"][1]["values"] == pytest.approx(
         expected.of(1, 4).tolist(), rel=1e-4, abs=1e-9
     )
-    assert found["rows"][1]["tokens"] == [f"w{token}" for token in rows[4].tolist()]
+    assert answer["rows"][1]["tokens"] == [f"w{token}" for token in rows[4].tolist()]
 
 
 def test_an_empty_store_has_empty_answers(tmp_path, make_client):

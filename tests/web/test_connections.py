@@ -34,12 +34,12 @@ def serving(folder, **limits):
 
 def answer(port):
     """The status of a whole request on a connection of its own."""
-    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    queries = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        asked.request("GET", "/api/session")
-        return asked.getresponse().status
+        queries.request("GET", "/api/session")
+        return queries.getresponse().status
     finally:
-        asked.close()
+        queries.close()
 
 
 def connect(port, sent=b""):
@@ -111,9 +111,9 @@ def test_one_address_takes_no_more_than_its_share(master):
 
 def test_a_connection_that_is_used_again_stays(master):
     with serving(master, head_seconds=0.5) as port:
-        asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        queries = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         for _ in range(4):
-            asked.request("GET", "/api/session")
-            assert asked.getresponse().read()
+            queries.request("GET", "/api/session")
+            assert queries.getresponse().read()
             time.sleep(0.2)
-        asked.close()
+        queries.close()

@@ -76,8 +76,8 @@ def test_a_remote_page_needs_the_token_for_everything(master, make_client):
     for path in ("/", "/static/app.js", "/static/page.css", "/api/runs", "/api/nothing"):
         assert client.get(path, headers=at).status_code == 401, path
         assert client.get(f"{path}?token=wrong", headers=at).status_code == 401
-        told = client.get(path, headers={**at, "authorization": f"Bearer {TOKEN}"})
-        assert told.status_code in (200, 404)
+        answer = client.get(path, headers={**at, "authorization": f"Bearer {TOKEN}"})
+        assert answer.status_code in (200, 404)
     moved = client.get(f"/?token={TOKEN}", headers=at, follow_redirects=False)
     assert (moved.status_code, moved.headers["location"]) == (303, "/")
     cookie = moved.headers["set-cookie"]
@@ -110,9 +110,9 @@ def test_a_remote_page_needs_the_token_for_everything(master, make_client):
     ],
 )
 def test_no_path_reaches_a_file_that_is_not_the_pages(shared, path):
-    found = shared.get(path)
-    assert found.status_code == 404
-    assert b"import" not in found.content
+    answer = shared.get(path)
+    assert answer.status_code == 404
+    assert b"import" not in answer.content
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_a_link_in_the_folder_of_logs_is_not_followed(folder, tmp_path, make_cli
 
 @pytest.mark.parametrize("label", [99999, -1, 10, 2**60])
 def test_a_label_that_is_no_class_is_refused(client, folder, label):
-    said = client.post("/api/decisions", json={"row": 3, "action": "relabel", "label": label})
-    assert said.status_code == 409
-    assert "0 to 9" in said.text
+    text = client.post("/api/decisions", json={"row": 3, "action": "relabel", "label": label})
+    assert text.status_code == 409
+    assert "0 to 9" in text.text
     assert client.post("/api/decisions", json={**DECISION, "label": 1}).status_code == 409
     assert decisions(folder) == []

@@ -28,11 +28,11 @@ FLAGS = (
 
 
 @contextmanager
-def serving(folder, **given):
+def serving(folder, **values):
     """The page of a store on a free port, in a thread of this process."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    app = create_app(folder, access=Access(TOKEN, port=port), **given)
+    app = create_app(folder, access=Access(TOKEN, port=port), **values)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
@@ -69,14 +69,14 @@ def watched(browser, **options):
     page = context.new_page()
     page.set_default_timeout(15_000)
     wrong = []
-    page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
+    page.on("console", lambda answer: wrong.append(answer.text) if answer.type == "error" else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
         "request",
-        lambda asked: (
+        lambda queries: (
             None
-            if re.match(r"(http://127\.0\.0\.1[:/]|data:|file:|blob:)", asked.url)
-            else wrong.append(asked.url)
+            if re.match(r"(http://127\.0\.0\.1[:/]|data:|file:|blob:)", queries.url)
+            else wrong.append(queries.url)
         ),
     )
     yield page
@@ -144,9 +144,9 @@ def test_why_is_picked_filtered_compared_and_kept_in_the_address(page, site, bro
     shown = dot.inner_text()
     with watched(browser) as other:  # a colleague opens the address
         other.goto(page.url)
-        found = other.locator('.answer[aria-label="method:dot"]')
-        found.locator(".heat").wait_for()
-        assert found.inner_text() == shown
+        answer = other.locator('.answer[aria-label="method:dot"]')
+        answer.locator(".heat").wait_for()
+        assert answer.inner_text() == shown
         assert other.locator(".scored.plus").count() == 6
 
 
@@ -207,13 +207,13 @@ def test_suspects_are_decided_by_keys_undone_after_a_reload_and_exported(page, s
     page.keyboard.press("u")
     page.locator(".facts", has_text="2 decided").wait_for()
     assert gk.open(folder).decisions("train")[-1].action == "undo"
-    with page.expect_download() as told:
+    with page.expect_download() as answer:
         page.get_by_role("link", name="JSON").click()
-    exported = json.loads(Path(told.value.path()).read_text())
+    exported = json.loads(Path(answer.value.path()).read_text())
     assert [one["id"] for one in exported["decisions"]] == [ranked[0], ranked[1]]
-    with page.expect_download() as told:
+    with page.expect_download() as answer:
         page.get_by_role("link", name="CSV").click()
-    assert Path(told.value.path()).read_text().splitlines()[0].startswith("id,action")
+    assert Path(answer.value.path()).read_text().splitlines()[0].startswith("id,action")
     page.get_by_role("button", name="open", exact=True).click()
     page.locator(".queue .query").first.wait_for()
     assert "show=open" in page.url
@@ -337,7 +337,7 @@ def test_the_report_tells_the_same_without_a_server(browser, master, tmp_path):
     with watched(browser) as page:
         page.on(
             "request",
-            lambda asked: pytest.fail(asked.url) if asked.url.startswith("http") else None,
+            lambda queries: pytest.fail(queries.url) if queries.url.startswith("http") else None,
         )
         page.goto(path.as_uri())
         page.get_by_role("heading", name="Runs").wait_for()

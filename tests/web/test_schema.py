@@ -27,7 +27,7 @@ def test_no_request_is_a_server_error(folder):
     access = Access(TOKEN, hosts=("testserver",), limits=limits)
     app = create_app(folder, data=previews(), access=access)
     description = schemathesis.openapi.from_asgi("/api/openapi.json", app, headers=HEADERS)
-    operations = [found.ok() for found in description.get_all_operations()]
+    operations = [answer.ok() for answer in description.get_all_operations()]
     assert len(operations) >= 25
     tried = set()
 

@@ -112,7 +112,7 @@ asked_for = st.lists(st.integers(0, 65), min_size=1, max_size=10)
 
 
 @given(blocks(), asked_for)
-def test_holes_in_the_live_view(block, asked):
+def test_holes_in_the_live_view(block, queries):
     ids, holes = block
     store = gs.open(gs.Memory())
     write_some(store, ids, holes)
@@ -126,7 +126,7 @@ def test_holes_in_the_live_view(block, asked):
     for batch in live.stream():
         assert_right(batch)
     assert live.column("label").tolist() == [i + 1 for i in present]
-    ask(live, asked + ids, present)
+    ask(live, queries + ids, present)
 
 
 @given(ids_of_a_block, st.data())
@@ -143,7 +143,7 @@ def test_rows_that_were_dropped(ids, data):
 
 
 @given(blocks(), asked_for)
-def test_segments_in_quarantine(block, asked):
+def test_segments_in_quarantine(block, queries):
     ids, holes = block
     store = gs.open(gs.Memory())
     write_some(store, ids, set())
@@ -151,12 +151,12 @@ def test_segments_in_quarantine(block, asked):
         store.backend.move_aside(f"{KEY.folder}/seg/{number:06d}.safetensors")
     actual = store.read(KEY)
     if not holes:
-        ask(actual, asked, ids)
+        ask(actual, queries, ids)
         return
     # Which ids are gone is not known: nothing is answered, not even with NaN.
     for fill in (None, math.nan):
         with raises(MissingRowsError, "store.missing_segment"):
-            store.read(KEY).read(asked, ["loss"], fill=fill)
+            store.read(KEY).read(queries, ["loss"], fill=fill)
     with raises(MissingRowsError, "store.missing_segment"):
         store.read(KEY).column("loss")
     seen = []
@@ -170,7 +170,7 @@ def test_segments_in_quarantine(block, asked):
     # The work brings back exactly what is missing.
     with store.write(KEY, SCHEMA) as writer:
         writer.append(ids, values(ids))
-    ask(store.read(KEY), asked, ids)
+    ask(store.read(KEY), queries, ids)
 
 
 @given(
@@ -181,7 +181,7 @@ def test_segments_in_quarantine(block, asked):
     ),
     asked_for,
 )
-def test_rows_that_are_not_done(size, asked):
+def test_rows_that_are_not_done(size, queries):
     total, done, pack = size
     rows = gs.open(gs.Memory()).rows("models", SCHEMA, num_rows=total)
     for row in sorted(done):
@@ -189,7 +189,7 @@ def test_rows_that_are_not_done(size, asked):
     if pack:
         rows.compact(rows_per_file=pack)
     assert rows.done().tolist() == sorted(done)
-    ask(rows, [*asked, *range(total)], done)
+    ask(rows, [*queries, *range(total)], done)
 
 
 def _one(name, value):
