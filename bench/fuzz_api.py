@@ -27,7 +27,7 @@ def main(count: int | None = None) -> int:
             if call.name not in fuzz.REFUSED_AS_THEY_ARE:
                 call.function(**call.good())
         outcomes = fuzz.try_all(
-            fuzz.tries(known, count, seed=0), told=lambda text: print(text, flush=True)
+            fuzz.tries(known, count, seed=0), output=lambda text: print(text, flush=True)
         )
     print(f"{len(known)} functions  {outcomes}  in {time.monotonic() - began:.0f} s")
     return int(bool(outcomes.bad))

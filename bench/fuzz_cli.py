@@ -54,9 +54,9 @@ def main(count: int = 4180, seed: int = 0) -> int:
         def show(text: str) -> None:
             print(text, flush=True)
 
-        in_forks = fuzz.try_lines(command_lines, box, told=show)
+        in_forks = fuzz.try_lines(command_lines, box, output=show)
         print(f"in forks      {in_forks}", flush=True)
-        as_processes = fuzz.try_lines(command_lines[::PROCESSES], box, run=run_process, told=show)
+        as_processes = fuzz.try_lines(command_lines[::PROCESSES], box, run=run_process, output=show)
         print(f"as processes  {as_processes}")
     print(f"{time.monotonic() - began:.0f} s")
     return int(bool(in_forks.bad or as_processes.bad))

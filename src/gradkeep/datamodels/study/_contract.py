@@ -139,7 +139,7 @@ def models_of(store: Store | str | os.PathLike[str], name: str | None = None) ->
             path=store.location,
             found="no name" if name is None else name,
             expected=" or ".join(known) or "none were begun yet",
-            fix="gradkeep datamodels init STORE --spec FILE begins some",
+            fix="Run `gradkeep datamodels init STORE --spec FILE` first.",
         )
     return store.rows(name)
 
