@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from gradkeep.errors import CaptureError
+from gradkeep.errors import AttributionError, CaptureError
 
 ROWS = TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
 
@@ -115,3 +115,21 @@ def test_results_print_short_and_render_as_html(tmp_path, model):
         assert 1 <= len(text.splitlines()) <= 12, text
         assert "array(" not in text
         assert result._repr_html_().startswith("<")
+
+
+def test_reports_of_captures_can_be_attributed(tmp_path, model):
+    task = gk.Classification()
+    sources = {"early": model.state_dict(), "late": model.state_dict()}
+    common = {"task": task, "checkpoints": sources, "run": "r", "name": "n"}
+    train = gk.capture(tmp_path, model, ROWS, split="train", **common)
+    query = gk.capture(tmp_path, model, ROWS, split="odd", **common)
+    expected = gk.attribute(tmp_path, queries="odd", run="r", name="n")
+    for reports in ([train, query], [*train, *query]):
+        np.testing.assert_array_equal(np.asarray(gk.attribute(reports)), np.asarray(expected))
+    one = gk.attribute([train, query], checkpoints="late", method="dot")
+    assert one.checkpoints == ("r/late",)
+    with raises(AttributionError, "attribute.captured_splits", fix="split='train'"):
+        gk.attribute(train)
+    elsewhere = gk.capture(tmp_path / "other", model, ROWS, task=task, split="odd")
+    with raises(AttributionError, "attribute.captured_elsewhere"):
+        gk.attribute([train, elsewhere])

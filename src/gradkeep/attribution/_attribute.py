@@ -18,6 +18,7 @@ from gradkeep.attribution._registry import default_method, find_method
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
+from gradkeep.capturing._report import Captured
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
 from gradkeep.factors._registry import form_from_fields
@@ -161,12 +162,57 @@ _TILE = 256 << 20
 """Bytes of scores that a method computes at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _CapturedSplits:
+    """Two captured splits of one store."""
+
+    store: Store
+    queries: str
+    runs: tuple[str, ...]
+    name: str
+    checkpoints: tuple[str, ...]
+
+
+def _parse_reports(reports: Captured | Sequence[Any], train: str) -> _CapturedSplits:
+    """Find the store, the query split and the checkpoints of reports, which may be nested lists."""
+    flat: list[Any] = []
+    for report in [reports] if isinstance(reports, Captured) else reports:
+        flat += report if isinstance(report, list | tuple) else [report]
+    captured = [report for report in flat if isinstance(report, Captured)]
+    keys = [report.key for report in captured]
+    splits = sorted({key.split for key in keys})
+    stores = {
+        report.store.location: report.store for report in captured if report.store is not None
+    }
+    names = {key.capture for key in keys}
+    if len(captured) < len(flat) or train not in splits or len(splits) != 2:
+        raise AttributionError(
+            "captures must be reports of gk.capture of the training split and one other split",
+            code="attribute.captured_splits",
+            found=f"splits {', '.join(splits) or 'none'}",
+            fix=f"Pass [gk.capture(..., split={train!r}), gk.capture(..., split='test')], or a store.",
+        )
+    if len(stores) != 1 or len(names) != 1:
+        raise AttributionError(
+            "the captures are in different stores or have different names",
+            code="attribute.captured_elsewhere",
+            found=f"stores {', '.join(map(str, stores))}; names {', '.join(sorted(names))}",
+        )
+    return _CapturedSplits(
+        store=next(iter(stores.values())),
+        queries=next(split for split in splits if split != train),
+        runs=tuple(dict.fromkeys(key.run for key in keys)),
+        name=names.pop(),
+        checkpoints=tuple(dict.fromkeys(key.checkpoint for key in keys)),
+    )
+
+
 @checked(
     AttributionError,
     store="For a model and loaders, use gk.attribute_once(model, train, queries, task=...).",
 )
 def attribute(
-    store: Store | str | os.PathLike[str],
+    store: Store | str | os.PathLike[str] | Captured | Sequence[Any],
     *,
     method: str | None = None,
     queries: str = "test",
@@ -191,7 +237,8 @@ def attribute(
     """Score every training row for every query from captured gradients, without running the model.
 
     Args:
-        store: The store, or its path.
+        store: The store, or its path; or reports of `gk.capture` of the training rows and the queries, which also
+            set `queries`, `checkpoints`, `run` and `name`.
         method: Name of a method; `gk.methods()` lists them. By default `ekfac` for sequences and whitened
             coordinates, else `kernel`.
         queries: Split of the queries.
@@ -233,7 +280,12 @@ def attribute(
         (2, 6)
     """
     validate_workers(workers, engine, least=1)
-    store = open_store(store)
+    place: Any = store
+    if isinstance(store, Captured | list | tuple):
+        reports = _parse_reports(store, train)
+        place, queries, run, name = reports.store, reports.queries, reports.runs, reports.name
+        checkpoints = reports.checkpoints if checkpoints is None else checkpoints
+    store = open_store(place)
     chosen = find_method(method or default_method(store, run=run, train=train, name=name))
     method_options = options_for(chosen, options)
     question = build_question(

@@ -212,6 +212,7 @@ class Replay:
                 seconds=time.perf_counter() - started,
                 cpu_seconds=time.process_time() - cpu,
                 notes=(*captured.warnings, *maker.facts()),
+                store=self.store,
             )
 
     def _attempt(

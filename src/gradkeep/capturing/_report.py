@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from gradkeep import _arguments
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.factors._form import Storage
     from gradkeep.query._layers import LayerChoice
-    from gradkeep.store import CaptureKey, Encoding
+    from gradkeep.store import CaptureKey, Encoding, Store
 
 
 class CaptureWarning(UserWarning):
@@ -87,6 +87,7 @@ class Captured(TextDisplay):
         seconds: Wall time.
         cpu_seconds: CPU time of this process.
         notes: Layers that were skipped or unused, and anything suspicious.
+        store: Store that holds the capture.
     """
 
     key: CaptureKey
@@ -97,6 +98,7 @@ class Captured(TextDisplay):
     seconds: float
     cpu_seconds: float
     notes: tuple[str, ...] = ()
+    store: Store | None = field(default=None, compare=False)
 
     @property
     def dense_bytes(self) -> int:

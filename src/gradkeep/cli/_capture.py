@@ -336,7 +336,7 @@ def capture(
         if not json:
             print(*captured, sep="\n")
     if json:
-        print_json(captures)
+        print_json([dataclasses.replace(report, store=None) for report in captures])
     else:
         print(f"next: gradkeep attribute {store.location}")
 
