@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat._tensors import has_storage
 from gradkeep.remat.planned._modules import ModuleFlag
@@ -225,11 +226,7 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
         )
         for plan in plans
     ]
-    if not target.name or (target.exists() and not target.is_file()):
-        # Do not replace a device or a pipe.
-        raise RematError(
-            "the output path is not a regular file", code="argument.not_a_file", path=target
-        )
+    file_to_write(target, error=RematError)
     text = msgspec.json.format(msgspec.json.encode(_PlanFile(1, saved)), indent=1).decode()
     try:
         replace_file(target, text + "\n")
