@@ -100,12 +100,11 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResultTable:
-    """A result as a table: a caption, at most ten rows, and how many there are in all."""
+    """A result as a table: a caption and at most ten rows."""
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    total: int
     right: frozenset[int] = frozenset()
     """Columns aligned to the right."""
 
@@ -129,7 +128,7 @@ class TableDisplay:
 
     >>> class Example(TableDisplay):
     ...     def _table(self):
-    ...         return ResultTable("1 row", ["id", "loss"], [["7", "0.5"]], 1, frozenset({0, 1}))
+    ...         return ResultTable("1 row", ["id", "loss"], [["7", "0.5"]], frozenset({0, 1}))
     >>> Example()
     1 row
     id  loss

@@ -32,12 +32,12 @@ class MethodList(TableDisplay, tuple[Method, ...]):
         caption = f"{len(self)} methods for gk.attribute(method=...)"
         caption += f"; also {names}" if names else ""
         rows = [[method.name, method.summary[:80]] for method in self[:10]]
-        return ResultTable(caption, ["method", "score"], rows, len(self))
+        return ResultTable(caption, ["method", "score"], rows)
 
     def _repr_html_(self) -> str:
         columns = ["method", "score", "needs", "cost"]
         rows = [[method.name, method.summary, method.needs, method.cost] for method in self]
-        return ResultTable(f"{len(self)} methods", columns, rows, len(self)).to_html()
+        return ResultTable(f"{len(self)} methods", columns, rows).to_html()
 
 
 def methods() -> MethodList:

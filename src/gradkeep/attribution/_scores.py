@@ -132,7 +132,7 @@ class RankedRows(TableDisplay):
         more = f", {len(rows)} shown" if len(self.ids) > len(rows) else ""
         caption = f"{len(self.ids)} training rows{more}; positive helped, negative hurt"
         right = frozenset({0, 1})
-        return ResultTable(caption, ["train row", "score"], rows, len(self.ids), right)
+        return ResultTable(caption, ["train row", "score"], rows, right)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -85,7 +85,7 @@ class Suspects(TableDisplay):
             [f"{value:.4g}" if place == 1 else str(value) for place, value in enumerate(row)]
             for row in zip(*parts, strict=True)
         ]
-        return ResultTable(caption, columns, rows, len(self), frozenset(range(len(columns))))
+        return ResultTable(caption, columns, rows, frozenset(range(len(columns))))
 
     def flagged(self, precision: float = 0.8) -> AnyArray:
         """Return the ids of the longest list of rows with at least this expected share of wrong labels.

@@ -134,7 +134,7 @@ class CapturedList(TableDisplay, list[Captured]):
             for report in self[:10]
         ]
         columns = ["split", "checkpoint", "rows", "size", "seconds"]
-        return ResultTable(caption, columns, rows, len(self), frozenset({2, 3, 4}))
+        return ResultTable(caption, columns, rows, frozenset({2, 3, 4}))
 
 
 @dataclass(frozen=True, slots=True)
