@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.capturing._plan import PlaceCosts, WorkerCosts, measure_folder, scale_plan
+from gradkeep.capturing._scale_plan import (
+    PlaceCosts,
+    WorkerCosts,
+    measure_folder,
+    scale_plan,
+)
 from gradkeep.errors import CaptureError
 
 FREE = PlaceCosts("free", 0.0, 0.0, math.inf)
