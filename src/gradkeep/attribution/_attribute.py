@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,27 +19,26 @@ from gradkeep.attribution._registry import default_method, find_method
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
-from gradkeep.capturing._report import Captured
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
-from gradkeep.store import Array
+from gradkeep.store import Array, Store
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep._display import ProgressReport
     from gradkeep.attribution._question import Scorer
+    from gradkeep.capturing._report import Captured
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._engine import ComputeSpec
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
     from gradkeep.query._planner import QueryPlan
-    from gradkeep.store import Block, Store
+    from gradkeep.store import Block
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -175,6 +175,8 @@ class _CapturedSplits:
 
 def _parse_reports(reports: Captured | Sequence[Any], train: str) -> _CapturedSplits:
     """Find the store, the query split and the checkpoints of reports, which may be nested lists."""
+    from gradkeep.capturing._report import Captured  # not needed for stores
+
     flat: list[Any] = []
     for report in [reports] if isinstance(reports, Captured) else reports:
         flat += report if isinstance(report, list | tuple) else [report]
@@ -281,8 +283,8 @@ def attribute(
     """
     validate_workers(workers, engine, least=1)
     place: Any = store
-    if isinstance(store, Captured | list | tuple):
-        reports = _parse_reports(store, train)
+    if not isinstance(place, Store | str | os.PathLike):
+        reports = _parse_reports(place, train)
         place, queries, run, name = reports.store, reports.queries, reports.runs, reports.name
         checkpoints = reports.checkpoints if checkpoints is None else checkpoints
     store = open_store(place)
