@@ -266,12 +266,14 @@ def _noise_fields(suspects: Suspects, precision: float) -> dict[str, Any]:
 
 def _rank_rows(scores: Scores, query: int, k: int) -> dict[str, Any]:
     """Return the rows with the largest positive and the largest negative scores."""
-    sides = {"helped": scores.top(k, query=query), "hurt": scores.bottom(k, query=query)}
-    ranked: dict[str, Any] = {"query": query}
-    for side, rows in sides.items():
-        pairs = zip(rows.ids.tolist(), rows.values.tolist(), strict=True)
-        ranked[side] = [pair for pair in pairs if (pair[1] > 0) == (side == "helped") and pair[1]]
-    return ranked
+    top, bottom = scores.top(k, query=query), scores.bottom(k, query=query)
+    helped = zip(top.ids.tolist(), top.values.tolist(), strict=True)
+    hurt = zip(bottom.ids.tolist(), bottom.values.tolist(), strict=True)
+    return {
+        "query": query,
+        "helped": [(row, score) for row, score in helped if score > 0],
+        "hurt": [(row, score) for row, score in hurt if score < 0],
+    }
 
 
 def _read_facts(
