@@ -306,20 +306,21 @@ class Study:
                 expected="the model's number as checkpoint, the study's name as run",
             )
         splits = {"train": self.job.data(), "test": queries}
-        loaders = {split: _loader(data, batch_size) for split, data in splits.items()}
+        examples = {split: _as_dataset(data) for split, data in splits.items()}
         captured: list[Captured] = []
         for index in self.done().tolist() if models is None else models:
             model = self.model(index)
-            for split, loader in loaders.items():
+            for split, data in examples.items():
                 result = capture(
                     self.store,
                     model,
-                    loader,
+                    data,
                     task=Classification() if task is None else task,
                     split=split,
                     checkpoints=str(index),
                     run=self.name,
-                    **{"mode": "eval", "progress": False, **options},
+                    batch_size=batch_size,
+                    **{"progress": False, **options},
                 )
                 assert isinstance(result, Captured)
                 captured.append(result)
@@ -561,9 +562,8 @@ def describe(train_fn: Any) -> str:
     return str(getattr(train_fn, "__qualname__", type(train_fn).__qualname__))
 
 
-def _loader(data: Any, batch_size: int) -> Any:
-    """All examples in their order: a row's id is its place in the masks."""
-    from torch.utils.data import DataLoader, TensorDataset
+def _as_dataset(data: Any) -> Any:
+    """Return the examples in order, so that a row's id is its column in the masks."""
+    from torch.utils.data import TensorDataset
 
-    examples = TensorDataset(*tensors(data)) if is_pair(data) else data
-    return DataLoader(examples, batch_size=batch_size)
+    return TensorDataset(*tensors(data)) if is_pair(data) else data
