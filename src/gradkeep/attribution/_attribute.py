@@ -21,6 +21,7 @@ from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.capturing._report import Captured
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
+from gradkeep.factors._bits import is_whitened
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
 from gradkeep.store import Array
@@ -462,7 +463,7 @@ def describe_compression(chosen: Method, question: AttributionQuestion) -> str |
     descriptions: list[str] = []
     for block in question.opened.values():
         forms = [form_from_fields(layer.form) for layer in block.schema.layers if layer.form]
-        if any(form.whitened for form in forms) and not chosen.whitened:
+        if any(is_whitened(form) for form in forms) and not chosen.whitened:
             raise AttributionError(
                 f"{chosen.name} needs gradients, but the captures hold whitened coordinates",
                 code="attribute.whitened",
@@ -470,7 +471,7 @@ def describe_compression(chosen: Method, question: AttributionQuestion) -> str |
                 fix="Use method='ekfac', or capture with keep='exact' or gk.Keep(bytes, "
                 "coordinates='random') under another name=.",
             )
-        words = dict.fromkeys(str(form.approximate) for form in forms if not form.exact)
+        words = dict.fromkeys(form.approximate for form in forms if form.approximate)
         if words:
             descriptions.append(str(block.schema.fingerprints.get("kept") or ", ".join(words)))
     return "; ".join(dict.fromkeys(descriptions)) or None

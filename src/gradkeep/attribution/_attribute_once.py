@@ -28,6 +28,7 @@ from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._form import dot, dot_directions
 from gradkeep.factors._outer import OuterRows
 from gradkeep.store import Memory
 from gradkeep.store import open as open_store
@@ -159,10 +160,10 @@ def attribute_once(
             """Add a layer's products `[Q, B]` with the queries to those of the batch."""
             wide = piece.rows.widened()
             if unit in factors:
-                product = piece.form.dot(factors[unit], wide, compute="factored", scratch=RESTORED)
+                product = dot(piece.form, factors[unit], wide, compute="factored", scratch=RESTORED)
             else:
-                along = directions[unit].to(wide.example)
-                product = piece.form.along(wide, along, scratch=RESTORED)
+                own = directions[unit].to(wide.example)
+                product = dot_directions(piece.form, wide, own, scratch=RESTORED)
             products[-1] += product.float()
             return empty_gradients(piece)
 

@@ -19,10 +19,9 @@ from gradkeep.curvature._cholesky import (
 )
 from gradkeep.curvature._row_parts import weighted_part
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.factors._cost import FLOPS, ProductSize
 from gradkeep.query import along, dot
 from gradkeep.query._engine import GradientPair, ProductEngine, stream_shares
-from gradkeep.query._planner import choose_compute
+from gradkeep.query._planner import FLOPS, ProductSize, choose_compute
 from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:

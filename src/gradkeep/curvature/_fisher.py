@@ -17,6 +17,7 @@ from gradkeep.curvature._moments import MatrixMoments, VectorMoments, matrix_mom
 from gradkeep.curvature._row_parts import held_rows, joined, row_parts
 from gradkeep.curvature._stored_moments import StoredMoments
 from gradkeep.errors import AttributionError
+from gradkeep.factors._dense import Dense
 from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
 from gradkeep.query._engine import DEFAULT_BUDGET
@@ -174,7 +175,7 @@ class FisherFit:
         dense = [
             name
             for name, form in gradients.forms.items()
-            if form.storage == "dense" and any(len(part.shape) > 1 for part in form.parameters)
+            if isinstance(form, Dense) and any(len(part.shape) > 1 for part in form.parameters)
         ]
         stored = StoredMoments.of(gradients) if dense else None
         self._known = (

@@ -10,6 +10,7 @@ import torch
 from gradkeep.curvature._basis import RowSpace, eigen_side, even
 from gradkeep.factors._arithmetic import CACHED, row_of, spans, squared, tiles
 from gradkeep.factors._dense import WHOLE
+from gradkeep.factors._form import has_factors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -327,7 +328,7 @@ def matrix_moments(
     `lean` moments are in float32, and for the tokens of a tied table they are diagonal. `row_space` bytes allow few
     positions of a long side to be decomposed directly (`LinearMoments`).
     """
-    kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
+    kind = _MOMENTS.get(form.kind, GradientMoments) if has_factors(form) else GradientMoments
     if kind is LinearMoments:
         return LinearMoments(piece, form, lean=lean, row_space=row_space)
     return kind(piece, form, lean=lean)

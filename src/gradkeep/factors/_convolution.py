@@ -11,30 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
-from gradkeep.factors._cost import (
-    FLOPS,
-    FOLD,
-    RUN,
-    TOUCH,
-    TURN,
-    VALUE,
-    WRITE,
-    Cost,
-    ProductSize,
-    batched_products,
-    calls,
-    elementwise,
-    matrix_product,
-    temporaries,
-)
-from gradkeep.factors._form import Compute, Form, GradientRows, OuterProducts, Parameter
+from gradkeep.factors._form import Compute, FactoredForm, GradientRows, OuterProducts, Parameter
 from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
-from gradkeep.factors._outer import Outer, OuterRows, linear_cost
+from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._pixel_gram import (
-    gram_tile,
     norm_passes,
-    phase_pixels,
-    phases,
     pixel_gram,
     pixel_norms,
 )
@@ -71,7 +52,7 @@ class ConvolutionRows(GradientRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution(Form[ConvolutionRows]):
+class Convolution(FactoredForm[ConvolutionRows]):
     """Convolutions: `W[d, c, a]` = sum over i of `narrow[d, i] * wide[c, stride*i + dilation*a - padding]`.
 
     For a convolution the wide array is the input `[C, *size]` and the narrow one the output's gradient `[D, *out]`;
@@ -81,7 +62,6 @@ class Convolution(Form[ConvolutionRows]):
 
     kind: ClassVar[str] = "conv"
     computes: ClassVar[tuple[Compute, ...]] = ("factored", "gram", "half", "restored")
-    factored: ClassVar[bool] = True
     rows_type: ClassVar[type[Any]] = ConvolutionRows
     parameters: tuple[Parameter, ...]
     wide: str
@@ -131,11 +111,6 @@ class Convolution(Form[ConvolutionRows]):
     def transposed(self) -> bool:
         """True for a transposed convolution, whose patches are those of the suffix."""
         return self.wide.endswith("suffix")
-
-    @property
-    def fixed_positions(self) -> float:
-        """T of every row."""
-        return float(self.positions)
 
     def as_outer(
         self, rows: ConvolutionRows, *, prefix: str, suffix: str
@@ -419,75 +394,6 @@ class Convolution(Form[ConvolutionRows]):
                 first = number * group.g.shape[1]
                 yield OuterProducts(start, group.x, group.spans, row_factor=group.g, first=first)
 
-    def count_outer_products(self, rows: ConvolutionRows) -> float:
-        """Return T per group, each of which has its own patches."""
-        del rows
-        return float(self.positions * self.groups)
-
     def bias_gradients(self, rows: ConvolutionRows) -> Tensor | None:
         """Return `[B, D]` or, for a transposed convolution, `[B, C]`; None without a bias."""
         return None if self.bias is None else self._sums(rows)
-
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of patches as of a linear layer, or of the products of all pixels."""
-        return self._gram_cost(load) if compute == "gram" else self._factored_cost(load)
-
-    def _factored_cost(self, load: ProductSize) -> Cost:
-        """Cost of building the patches of both sides, and of one linear layer for each group."""
-        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
-        each = (self.channels * self.taps + self.filters) * self.positions
-        fit = max(1, load.scratch // 6 // (each * VALUE))
-        laid_out = load.n_query + load.n_train * math.ceil(load.n_query / fit)
-        patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.kernel[-1])
-        cost = Cost(laid_out * (patches + self.filters * self.positions * TURN))
-        cost += temporaries(2 * each * (min(fit, load.n_query) + min(fit, load.n_train)))
-        one = replace(
-            load, t_query=self.positions, t_train=self.positions, scratch=load.scratch // 3
-        )
-        return cost + linear_cost(inner, outer, one) * self.groups
-
-    def _gram_cost(self, load: ProductSize) -> Cost:
-        """Cost of copying pixels, the products of all pairs, and their sums along the kernel."""
-        groups, length = self.groups, self.positions
-        high, wide = gram_tile(
-            self, load.n_query, load.n_train, itemsize=VALUE, scratch=load.scratch
-        )
-        rounds = math.ceil(load.n_train / wide)
-        count = rounds * math.ceil(load.n_query / high) * groups
-        each = self.channels * math.prod(self.size) + self.filters * length
-        meetings = load.n_train * load.n_query * groups
-        touch = TOUCH + RUN / (wide * self.out[-1])
-        cost = Cost((load.n_train + load.n_query * rounds) * each * TURN)
-        cost += matrix_product(high * length, wide * length, self.filters / groups) * count
-        for which, shifts in phases(self):
-            size = [len(range(*part.indices(n))) for part, n in zip(which, self.size, strict=True)]
-            area = math.prod(size)
-            cost += matrix_product(high * area, wide * area, self.channels / groups) * count
-            for axis, taps in enumerate(shifts):
-                size[axis] = self.out[axis]
-                cost += elementwise(meetings * math.prod(size) ** 2 * len(taps), touch)
-                cost += calls(count * len(taps) * 6)
-        cost += elementwise(meetings * length**2, touch + FOLD) + calls(count * 12)
-        pixels = max(phase_pixels(self), length) ** 2
-        return cost + temporaries(4 * pixels * high * wide + 2 * each * (high + wide))
-
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of each query's weight as the kernel of a convolution, one pass and a sum."""
-        results = load.n_query * load.n_train * self.filters * self.positions
-        channels = self.channels // self.groups
-        flops = 2.0 * results * channels * self.taps
-        # Few channels fill few lanes of the processor.
-        rate = 0.85 * FLOPS * channels / (channels + 3)
-        tile = max(min(load.scratch // 4, CACHED) // VALUE, self.filters * self.positions)
-        cost = Cost(flops / rate + results * (WRITE + TOUCH + FOLD), flops)
-        cost += elementwise(load.n_train * self.channels * math.prod(self.size), WRITE)
-        return cost + temporaries(2 * min(tile, results)) + calls(20 * math.ceil(results / tile))
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of the patches of these rows, times the narrow array."""
-        del positions
-        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
-        patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.out[-1])
-        cost = Cost(rows * (patches + self.channels * math.prod(self.size) * WRITE))
-        cost += batched_products(rows * self.groups, outer, inner, self.positions)
-        return cost + calls(12)
