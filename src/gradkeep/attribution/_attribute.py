@@ -21,8 +21,7 @@ from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.capturing._report import Captured
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
-from gradkeep.factors._bits import is_whitened
-from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors._registry import form_from_fields, is_whitened
 from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
 from gradkeep.store import Array
 from gradkeep.store import open as open_store
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._engine import ComputeSpec
-    from gradkeep.query._gradients import GradientOf
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import GradientOf, LayerChoice
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Block, Store
 

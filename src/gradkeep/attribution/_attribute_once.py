@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured, Task
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Durability
 
 _DIRECTIONS = 4 << 30

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from gradkeep.query import Gradients
     from gradkeep.query._engine import ComputeSpec
-    from gradkeep.query._gradients import GradientOf
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import GradientOf, LayerChoice
     from gradkeep.store import Block, Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Compute
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Encoding
 
 _QUICK_SECONDS = 0.5

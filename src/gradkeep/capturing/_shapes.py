@@ -43,7 +43,7 @@ from gradkeep.capturing.rules._rules import (
 )
 from gradkeep.errors import CaptureError
 from gradkeep.factors._lookup import Lookup, LookupRows
-from gradkeep.query._layers import select_layers
+from gradkeep.query._gradients import select_layers
 from gradkeep.query._planner import FLOPS, WRITE
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors._form import AnyForm, ArraySource
+    from gradkeep.factors._form import ArraySource
 
 BitWidth = Literal[1, 4, 8, 16, 32]
 """Bits of a stored coordinate."""
@@ -252,16 +252,6 @@ class Bits(Form[BitRows]):
         np.bitwise_and(array, 15, out=codes[:, ::2])
         np.right_shift(array, 4, out=codes[:, 1::2])
         return torch.from_numpy(codes[:, : self.size].view(np.int8))
-
-
-def basis_of(form: AnyForm) -> str | None:
-    """Return the fingerprint of the basis that rows are coordinates in; None for gradients."""
-    return form.basis if isinstance(form, Bits) else None
-
-
-def is_whitened(form: AnyForm) -> bool:
-    """Return True if products are those of whitened gradients: influence, not inner products."""
-    return isinstance(form, Bits) and form.whitened
 
 
 def describe_bits(bits: int, group: int = 0) -> str:
