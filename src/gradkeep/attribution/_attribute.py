@@ -12,12 +12,18 @@ import numpy as np
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep._display import progress as progress_bar
-from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
-from gradkeep.attribution._question import AttributionQuestion, Method, build_question, options_for
+from gradkeep.attribution._question import (
+    AttributionQuestion,
+    Method,
+    ScoreAccumulator,
+    build_question,
+    options_for,
+    zeros_on_disk_or_in_memory,
+)
 from gradkeep.attribution._registry import default_method, find_method
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
-from gradkeep.attribution._tuning import choose_option, wants_choice
+from gradkeep.attribution._tuning import AUTO, choose_option
 from gradkeep.capturing._report import Captured
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
@@ -40,7 +46,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Block, Store
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 
 _LONGEST = 2048
 _TEXT_FIELDS = ("approximate", "solved")
@@ -319,7 +324,7 @@ def attribute(
     with progress_bar(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if (workers is not None or engine is not None) and chosen.about_queries:
-            if wants_choice(chosen, method_options):
+            if _wants_choice(chosen, method_options):
                 raise AttributionError(
                     'an option "auto" cannot be chosen by workers',
                     code="attribute.auto_with_workers",
@@ -347,7 +352,7 @@ def attribute(
                 report=follow,
             )
             scores = _as_scores(chosen, question, method_options, computed)
-        elif wants_choice(chosen, method_options):
+        elif _wants_choice(chosen, method_options):
             scores = choose_option(
                 chosen,
                 question,
@@ -485,3 +490,9 @@ def _layers(block: Block, question: AttributionQuestion) -> tuple[str, ...]:
 
 def _labels(block: Block) -> Any:
     return block.column("label") if "label" in block.names else None
+
+
+def _wants_choice(method: Method, options: Any) -> bool:
+    """Return True if an option of the method is "auto"."""
+    value = None if method.tuned is None else getattr(options, method.tuned)
+    return isinstance(value, str) and value == AUTO

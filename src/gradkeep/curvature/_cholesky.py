@@ -263,3 +263,22 @@ def parameter_solver(kernel: WeightedKernel) -> ParameterSolver:
     for into in lower:
         into[:, into.shape[1] - len(into) :].diagonal().add_(kernel.damping)
     return ParameterSolver(kernel, CholeskyFactor.of(lower))
+
+
+def relative_damping(damping: float | str, diagonal: float, *, name: str) -> float:
+    """Return the damping times a mean diagonal; raise unless both are positive."""
+    if isinstance(damping, str) or not damping > 0:
+        raise AttributionError(
+            f"{name} must be positive, or a singular matrix would be inverted",
+            code="attribute.damping",
+            found=damping,
+            fix=f"Leave out {name}= for 1 x the mean diagonal.",
+        )
+    if not diagonal > 0:
+        raise AttributionError(
+            "the gradients of the training rows are all zero, or not finite",
+            code="attribute.zero_gradients",
+            found=f"a mean squared norm of {diagonal}",
+            fix="Capture a model that still has something to learn, or other layers.",
+        )
+    return float(damping * diagonal)
