@@ -15,9 +15,8 @@ from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._readiness import device_of, has_active_dropout, in_mode, ready, uncompiled
-from gradkeep.capturing._resume import RowFingerprints
+from gradkeep.capturing._resume import RowFingerprints, fingerprint_weights
 from gradkeep.capturing._tracer import fill
-from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched_modules
 from gradkeep.capturing.tasks._tasks import Task
