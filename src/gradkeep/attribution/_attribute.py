@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 _LONGEST = 2048
 _TEXT_FIELDS = ("approximate", "solved")
 """Texts that each part returns with its scores."""
-_MOST = 256 << 20
-"""Most bytes of scores in one part, which a worker holds in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +83,8 @@ def compute_scores_by_workers(
     queries, rows = len(question.positions), len(at.train_block)
     ids = at.query_block.ids[question.positions]
     shape = (layers, queries, rows) if question.per_layer else (queries, rows)
-    least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // _MOST)
+    # A worker holds the scores of one part in memory: at most 256 MiB.
+    least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // (256 << 20))
     blocks = split_blocks(queries, max(least, count_workers(workers, engine)))
     size = len(blocks[0])
     arrays = (

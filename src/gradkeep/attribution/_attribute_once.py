@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Durability
 
-_DIRECTIONS = 4 << 30
-
 
 @checked(AttributionError)
 def attribute_once(
@@ -108,7 +106,7 @@ def attribute_once(
     """
     if method is not None:
         find_method(method)
-    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
+    limit = 4 << 30 if memory_budget is None else parse_bytes(memory_budget)
     loaders = as_loader(train, batch_size), as_loader(queries, batch_size)
     if method not in ("dot", "kfac"):
         store = open_store(_BoundedMemory(limit))

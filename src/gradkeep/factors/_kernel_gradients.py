@@ -19,14 +19,9 @@ if TYPE_CHECKING:
     from gradkeep.factors._convolution import Convolution, ConvolutionRows
 
 _LANES = 8
-_SMALL, _LARGE = 8, 160 << 10
-"""Channels below which vectors are not filled, and bytes of a kernel above which patches are as
-fast."""
 _HALF_LARGE, _MANY = 96 << 10, 16
 """Bytes of a kernel above which patches are as fast unless positions are this many times its
 taps."""
-_WRITTEN = 1 << 20
-"""Bytes of kernels that one call writes: more leave the cache."""
 
 
 def kernel_gradient(form: Convolution, image: Tensor, narrow: Tensor) -> Tensor:
@@ -42,12 +37,13 @@ def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
     """
     channels, filters = form.channels, form.filters
     many = form.positions >= _MANY * form.taps
+    # Fewer than 8 channels do not fill vectors; for kernels of more bytes patches are as fast.
     return (
         len(form.size) == 2
         and form.groups == 1
-        and min(channels, filters) >= _SMALL
+        and min(channels, filters) >= 8
         and channels % _LANES == filters % _LANES == 0
-        and 4 * form.weight_size <= (_LARGE if many else _HALF_LARGE)
+        and 4 * form.weight_size <= (160 << 10 if many else _HALF_LARGE)
         and form.positions >= 2 * form.taps
         and rows.wide.device.type == "cpu"
         and rows.wide.dtype == rows.narrow.dtype == torch.float32
@@ -65,7 +61,8 @@ def row_gradients(form: Convolution, rows: ConvolutionRows, into: Tensor) -> Non
         size + 2 * zeros - length in range(step)
         for (size, zeros, length), step in zip(sizes, form.stride, strict=True)
     )  # torch pads both sides equally
-    for start, stop in tiles(len(rows), form.weight_size, 4, _WRITTEN):
+    # Bytes of kernels that one call writes: more leave the cache.
+    for start, stop in tiles(len(rows), form.weight_size, 4, 1 << 20):
         wide, narrow = rows.wide[start:stop], rows.narrow[start:stop]
         wide = wide if plain else form.padded(wide)
         count = stop - start

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from gradkeep.factors._convolution import Convolution, ConvolutionRows
 
-_CERTAIN = 1 / 32
-"""Below this share of their largest possible value, sums of products have lost too many digits."""
-
 
 def phases(form: Convolution) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
     """Yield the pixels that one residue of the stride reads, and their shifts from the position.
@@ -190,7 +187,9 @@ def pixel_norms(form: Convolution, rows: ConvolutionRows) -> tuple[Tensor, Tenso
         out[start:stop] = inner(near, grads).view(-1, form.groups).sum(1)
         sizes = (inner(near, near) * inner(grads, grads)).sqrt_()
         most[start:stop] = sizes.view(-1, form.groups).sum(1)
-    return out, out > _CERTAIN * most
+    # Below this share of their largest possible value, sums of products have lost too many
+    # digits.
+    return out, out > (1 / 32) * most
 
 
 def _own_near(form: Convolution, wide: Tensor) -> Tensor:

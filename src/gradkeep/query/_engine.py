@@ -429,8 +429,6 @@ def _dense(form: AnyForm) -> Dense:
 
 DEFAULT_BUDGET = 1 << 30
 """Default memory budget in bytes."""
-_MOST_TRAIN = 64 << 20
-_MOST_SCRATCH = 64 << 20
 _LEAST_SCRATCH = 1 << 20
 
 
@@ -477,9 +475,9 @@ def memory_shares(
     rest = limit - answer - mapped
     # Decoding and joining need a temporary second copy of the rows.
     query_rows = max(1, min(queries, int(0.30 * rest / (2 * max(1.0, query_row)))))
-    train = min(_MOST_TRAIN, 0.25 * rest)
+    train = min(64 << 20, 0.25 * rest)
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
-    scratch = max(_LEAST_SCRATCH, min(_MOST_SCRATCH, int(0.2 * rest)))
+    scratch = max(_LEAST_SCRATCH, min(64 << 20, int(0.2 * rest)))
     return MemoryShares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)
 
 
