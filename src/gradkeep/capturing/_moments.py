@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._tracer import Reducer, empty_gradients, restore_gradients
-from gradkeep.curvature._moments import VectorMoments, matrix_moments
-from gradkeep.curvature._stored_moments import SideMoments, StoredMoments
+from gradkeep.curvature._moments import SideMoments, StoredMoments, VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import has_factors
 from gradkeep.factors._outer import OuterRows
