@@ -9,8 +9,7 @@ from raises import raises
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution import _accumulator
-from gradkeep.attribution._accumulator import ScoreAccumulator
+from gradkeep.attribution._question import ScoreAccumulator
 from gradkeep.errors import AttributionError, SchemaMismatchError, StoreError
 from gradkeep.store import ScoresKey
 
@@ -99,13 +98,13 @@ def test_scores_larger_than_the_budget_are_made_on_disk(store, monkeypatch):
     whole = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
     accumulator = ScoreAccumulator((7, 11), checkpoints=3, over="sum", memory_budget=100)
     assert isinstance(accumulator.values, np.memmap)
-    monkeypatch.setattr("gradkeep.attribution._accumulator.IN_MEMORY", 64)
+    monkeypatch.setattr("gradkeep.attribution._question.IN_MEMORY", 64)
     monkeypatch.setattr("gradkeep.attribution._attribute._TILE", 100)
     scores = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
     assert isinstance(scores.values, np.memmap)
     assert np.allclose(scores.values, whole.values, rtol=1e-5)
     scores.save("large")
-    monkeypatch.setattr(_accumulator, "IN_MEMORY", 64)
+    monkeypatch.setattr("gradkeep.attribution._question.IN_MEMORY", 64)
     assert np.array_equal(gk.Scores.load(store, "large").values, scores.values)
 
 

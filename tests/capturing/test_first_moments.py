@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.capturing import _moments, _rows
-from gradkeep.curvature._stored_moments import StoredMoments
+from gradkeep.curvature._moments import StoredMoments
 
 KEY = gk.store.CaptureKey("final", "train")
 ROWS = _moments.FIRST_ROWS

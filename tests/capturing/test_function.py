@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing._audit import fingerprint_function
-from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.capturing._resume import fingerprint_function, fingerprint_weights
 from gradkeep.errors import SchemaMismatchError
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3

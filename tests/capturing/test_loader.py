@@ -13,7 +13,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from gradkeep.capturing._order import _is_sliced, iter_batches
+from gradkeep.capturing._batches import _is_sliced, iter_batches
 
 
 def tensors(rows: int, draw: st.DataObject) -> tuple[torch.Tensor, ...]:

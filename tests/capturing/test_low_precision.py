@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.capturing._readiness import WeightSource, full_precision_weights
-from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.capturing._resume import fingerprint_weights
 from gradkeep.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:weights in:gradkeep.CaptureWarning")

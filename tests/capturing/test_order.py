@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 import gradkeep as gk
-from gradkeep.capturing._order import iter_batches
+from gradkeep.capturing._batches import iter_batches
 from gradkeep.errors import CaptureError
 
 KEY = gk.store.CaptureKey("final", "train")

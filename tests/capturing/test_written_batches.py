@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from gradkeep.capturing._batches import copied
-from gradkeep.capturing._order import batches_within
+from gradkeep.capturing._batches import batches_within, copied
 from gradkeep.data import GPT
 
 

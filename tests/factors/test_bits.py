@@ -9,10 +9,11 @@ from raises import raises
 from gradkeep import errors
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
 from gradkeep.factors._dense import Dense, DenseRows
-from gradkeep.factors._form import Parameter, form_to_fields
+from gradkeep.factors._form import Parameter, dot, dot_directions, form_to_fields
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._weights import BlockProjection, LayerProjection
+from gradkeep.query._engine import same_layout
 
 WEIGHT = (Parameter("w", (3, 7)),)
 widths = st.sampled_from([1, 4, 8, 16, 32])
@@ -80,18 +81,21 @@ def test_rows_decode_to_what_they_should(bits, count, size, seed):
 def test_products_and_sums_are_those_of_decoded_rows(bits, other, count, size, scratch):
     torch.manual_seed(size)
     form, requests = form_of(size, bits), form_of(size, other)
-    assert form.same_layout(requests) == (bits == other or other not in PACKED)
+    assert same_layout(form, requests) == (bits == other or other not in PACKED)
     train, queries = coded(torch.randn(count, size), bits), coded(torch.randn(3, size), other)
     dense, remaining = form.restore(train), requests.restore(queries)
     close = torch.testing.assert_close
     close(
-        form.along(train, remaining, scratch=scratch), remaining @ dense.t(), rtol=1e-4, atol=1e-5
+        dot_directions(form, train, remaining, scratch=scratch),
+        remaining @ dense.t(),
+        rtol=1e-4,
+        atol=1e-5,
     )
     weights = torch.randn(2, count)
     close(form.weighted_sum(train, weights), weights @ dense, rtol=1e-4, atol=1e-5)
     close(form.weighted_squares(train, weights), weights @ dense.square(), rtol=1e-4, atol=1e-5)
     if bits == other:
-        result = form.dot(queries, train, compute="dense", scratch=scratch)
+        result = dot(form, queries, train, compute="dense", scratch=scratch)
         close(result, remaining @ dense.t(), rtol=1e-4, atol=1e-5)
 
 
@@ -113,12 +117,12 @@ def test_of_a_group_the_largest_is_kept_in_a_byte(group, groups, count, kinds, s
     close(form.restore(rows), expected)
     close(form.squared_norms(rows), expected.square().sum(1))
     directions = torch.randn(kinds, size)
-    result = form.along(rows, directions, scratch=1 << 20)
+    result = dot_directions(form, rows, directions, scratch=1 << 20)
     close(result, directions @ expected.t(), rtol=1e-4, atol=1e-4)
     queries = coded(torch.randn(3, size), 32)
-    assert form.same_layout(form_of(size, 32))
-    assert not form.same_layout(form_of(size, 1))
-    result = form.dot(queries, rows, compute="dense", scratch=1 << 20)
+    assert same_layout(form, form_of(size, 32))
+    assert not same_layout(form, form_of(size, 1))
+    result = dot(form, queries, rows, compute="dense", scratch=1 << 20)
     close(result, queries.codes @ expected.t(), rtol=1e-4, atol=1e-4)
     weights = torch.randn(2, count)
     close(form.weighted_sum(rows, weights), weights @ expected, rtol=1e-4, atol=1e-5)
@@ -149,7 +153,7 @@ def test_the_scale_of_one_bit_errs_least():
 def test_it_is_written_into_a_schema_and_read_again():
     form = form_of(12, 4)
     assert form_from_fields(form_to_fields(form)) == form
-    assert not form.exact
+    assert form.approximate is not None
     assert form.approximate == "whitened coordinates, 4 bits each"
     with pytest.raises(errors.QueryError, match="bits"):
         form_of(12, 3)
@@ -157,7 +161,7 @@ def test_it_is_written_into_a_schema_and_read_again():
 
 def test_coordinates_of_another_basis_do_not_meet():
     other = Bits(WEIGHT, "w.bits", "scale", 12, 1, basis="another")
-    assert not form_of(12, 1).same_layout(other)
+    assert not same_layout(form_of(12, 1), other)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 99))

@@ -11,7 +11,7 @@ from raises import raises
 from gradkeep import errors
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._dense import Dense, DenseRows
-from gradkeep.factors._form import Parameter
+from gradkeep.factors._form import Parameter, dot, dot_directions
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._tied import Tied, TiedRows
@@ -185,8 +185,8 @@ def test_every_way_gives_the_products_of_restored_gradients(data, form, scratch)
     queries, train = data.draw(rows_of(form)), data.draw(rows_of(form))
     remaining, right = form.restore(queries), form.restore(train)
     for compute in form.computes:
-        close(form.dot(queries, train, compute=compute, scratch=scratch), remaining @ right.t())
-        result = form.dot(single(queries), single(train), compute=compute, scratch=scratch)
+        close(dot(form, queries, train, compute=compute, scratch=scratch), remaining @ right.t())
+        result = dot(form, single(queries), single(train), compute=compute, scratch=scratch)
         assert result.dtype == torch.float32
         scale = remaining.norm(dim=1)[:, None] * right.norm(dim=1)
         error = (result.double() - remaining @ right.t()).abs()
@@ -204,7 +204,7 @@ def test_norms_sums_and_directions_agree_with_restored_gradients(data, form, kin
     close(form.weighted_sum(rows, weights), weights @ dense)
     close(form.weighted_squares(rows, weights), weights @ dense.square())
     for compute in (None, "half", "restored"):
-        result = form.along(rows, directions, scratch=scratch, compute=compute)
+        result = dot_directions(form, rows, directions, scratch=scratch, compute=compute)
         close(result, directions @ dense.t())
     assert form.squared_norms(single(rows)).dtype == torch.float32
     assert form.weighted_sum(single(rows), weights.float()).dtype == torch.float32
@@ -241,7 +241,7 @@ def test_a_not_a_number_stays_in_its_row():
     where = torch.tensor([0, 2, 2, 5])
     rows = OuterRows(random(5, 2), random(5, 3), where)
     rows.g[0, 0] = torch.nan
-    result = form.dot(rows, rows, compute="factored", scratch=1 << 20)
+    result = dot(form, rows, rows, compute="factored", scratch=1 << 20)
     assert result.isnan().tolist() == [[True, False, True], [False] * 3, [True, False, False]]
 
 
@@ -250,7 +250,7 @@ def test_frequent_and_rare_ids_meet():
     form = Lookup((Parameter("w", (50, 64)),), "ids", "g", 50, 64)
     ids = [torch.where(torch.rand(600) < 0.5, 3, torch.randint(50, (600,))) for _ in range(2)]
     remaining, right = (LookupRows(i, random(600, 64), torch.arange(0, 601, 10)) for i in ids)
-    result = form.dot(remaining, right, compute="factored", scratch=1 << 16)
+    result = dot(form, remaining, right, compute="factored", scratch=1 << 16)
     close(result, form.restore(remaining) @ form.restore(right).t())
 
 
@@ -258,7 +258,7 @@ def test_an_unknown_way_and_rows_of_another_form_are_refused():
     form = Dense((Parameter("w", (2, 3)),), "d", 6)
     rows = DenseRows(random(1, 6))
     with raises(errors.QueryError, "query.compute", mentions="dense"):
-        form.dot(rows, rows, compute="gram", scratch=1)
+        dot(form, rows, rows, compute="gram", scratch=1)
     with raises(errors.QueryError, "query.rows_type", mentions="DenseRows"):
         form.restore(ConvolutionRows(random(1, 1, 1), random(1, 1, 1)))
 
@@ -268,7 +268,7 @@ def test_products_of_long_rows_keep_the_digits_of_float32():
     size = 1 << 21
     form = Dense((Parameter("w", (size,)),), "d", size)
     rows = DenseRows(random(3, size))
-    result = form.dot(single(rows), single(rows), compute="dense", scratch=1 << 20)
+    result = dot(form, single(rows), single(rows), compute="dense", scratch=1 << 20)
     expected = rows.values @ rows.values.t()
     off = ~torch.eye(3, dtype=torch.bool)  # nearly orthogonal: all digits are rounding's to lose
     assert (result.double() - expected)[off].abs().max() < 2e-9 * expected.max()

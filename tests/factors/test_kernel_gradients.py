@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._convolution import Convolution, ConvolutionRows, rows_can_be_groups
 from gradkeep.factors._form import Parameter
-from gradkeep.factors._kernel_gradients import rows_can_be_groups
 
 few = st.integers(1, 2)
 

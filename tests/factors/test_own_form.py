@@ -15,9 +15,17 @@ from gradkeep.curvature._sketches import Projection
 from gradkeep.curvature._two_sided import TwoSided, two_sided_rows
 from gradkeep.errors import QueryError
 from gradkeep.factors import _registry
-from gradkeep.factors._form import Form, Parameter, form_to_fields
+from gradkeep.factors._form import (
+    Form,
+    Parameter,
+    dot,
+    dot_directions,
+    form_to_fields,
+    restored_tiles,
+)
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._weights import WeightMatrix, WeightVector
+from gradkeep.query._engine import same_layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +104,6 @@ class Signs(Form[SignRows]):
     def temporaries(self, rows):
         return 0
 
-    def count_half(self, counter, load):
-        counter.product(load.n_query, load.n_train, self.gradient_size)
-
-    def count_restore(self, counter, rows, positions):
-        counter.write(rows * self.gradient_size)
-
 
 FORM = Signs((Parameter("w", (3, 4)),), "w.signs", "w.lengths")
 
@@ -121,20 +123,20 @@ def test_the_algebra_that_is_not_written_comes_with_the_protocol(rows):
     weights, directions = torch.rand(2, 6), torch.randn(3, 12)
     for compute in FORM.computes:
         for scratch in (1, 1 << 20):
-            result = FORM.dot(rows, rows.take(1, 4), compute=compute, scratch=scratch)
+            result = dot(FORM, rows, rows.take(1, 4), compute=compute, scratch=scratch)
             close(result, dense @ dense[1:4].T)
             close(
-                FORM.along(rows, directions, scratch=scratch, compute=compute), directions @ dense.T
+                dot_directions(FORM, rows, directions, scratch=scratch, compute=compute),
+                directions @ dense.T,
             )
-    close(FORM.along(rows, directions, scratch=1 << 20), directions @ dense.T)
+    close(dot_directions(FORM, rows, directions, scratch=1 << 20), directions @ dense.T)
     close(FORM.weighted_squares(rows, weights), weights @ dense.square())
-    close(torch.cat([part for _, _, part in FORM.restored_tiles(rows, 1)]), dense)
-    assert FORM.same_layout(FORM)
-    assert FORM.join([rows]) is rows
+    close(torch.cat([part for _, _, part in restored_tiles(FORM, rows, 1)]), dense)
+    assert same_layout(FORM, FORM)
     with raises(QueryError, "query.compute", mentions="half, restored"):
-        FORM.dot(rows, rows, compute="factored", scratch=1)
+        dot(FORM, rows, rows, compute="factored", scratch=1)
     with raises(QueryError, "query.rows_type", mentions="SignRows"):
-        FORM.dot(rows, dense, compute="half", scratch=1)
+        dot(FORM, rows, dense, compute="half", scratch=1)
 
 
 def test_projections_and_curvature_restore_it(rows):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradkeep.factors._dense import Dense, DenseRows
-from gradkeep.factors._form import Parameter
+from gradkeep.factors._form import FactoredForm, Parameter, dot_directions
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._tied import Tied, TiedRows
@@ -70,7 +70,7 @@ def test_a_position_adds_the_product_of_its_own_gradient(kind):
         for part, gradient in zip(parts, own, strict=True):
             expected = directions[:, : len(gradient)] @ gradient
             torch.testing.assert_close(part.values[:, at], expected)
-    whole = form.along(rows, directions, scratch=1 << 20)
+    whole = dot_directions(form, rows, directions, scratch=1 << 20)
     for row in range(len(LENGTHS)):
         summed = sum(p.values[:, OFFSETS[row] : OFFSETS[row + 1]].sum(1) for p in parts)
         torch.testing.assert_close(summed, whole[:, row])
@@ -78,7 +78,7 @@ def test_a_position_adds_the_product_of_its_own_gradient(kind):
 
 def test_what_has_no_positions_says_so():
     dense = Dense((Parameter("w", (3,)),), "w", 3)
-    assert dense.along_positions(DenseRows(torch.ones(2, 3)), torch.ones(1, 3)) is None
+    assert not isinstance(dense, FactoredForm)
     cut = Outer((Parameter("w", (2, 3)),), "x", "g", d_in=3, d_out=2, error=0.1)
     rows = OuterRows(torch.ones(2, 3), torch.ones(2, 2))
     assert cut.along_positions(rows, torch.ones(1, 6)) is None

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
-from gradkeep.factors._form import Parameter
+from gradkeep.factors._form import Parameter, dot, dot_directions
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._tied import Tied, TiedRows
@@ -86,7 +86,7 @@ def test_temporaries_stay_inside_the_scratch(name, scratch):
     queries, train = rows(40), rows(220)
     for compute in form.computes:
         with Watch() as watch:
-            result = form.dot(queries, train, compute=compute, scratch=scratch)
+            result = dot(form, queries, train, compute=compute, scratch=scratch)
         # Beside tiles: the result, once more where parts of it are added, and for tokens a few
         # integers each.
         beside = 2 * result.nbytes + (0 if name in ("outer", "conv") else 64 * 12 * 260)
@@ -99,7 +99,7 @@ def test_large_tiles_of_images_stay_inside_it_too(scratch):
     rows = CASES["conv"][1](4000)  # 37 MB of gradients
     directions = torch.randn(3, CONV.restored_size)
     with Watch() as watch:
-        result = CONV.along(rows, directions, scratch=scratch, compute="restored")
+        result = dot_directions(CONV, rows, directions, scratch=scratch, compute="restored")
     assert watch.peak <= 1.1 * scratch + 2 * result.nbytes
     parts = [CONV.restore(rows.take(at, at + 100)) for at in range(0, 4000, 100)]
     assert torch.allclose(result, directions @ torch.cat(parts).T, rtol=1e-4, atol=1e-4)

@@ -13,15 +13,21 @@ import numpy as np
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep._display import progress as progress_bar
-from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
-from gradkeep.attribution._question import AttributionQuestion, Method, build_question, options_for
+from gradkeep.attribution._question import (
+    AttributionQuestion,
+    Method,
+    ScoreAccumulator,
+    build_question,
+    options_for,
+    zeros_on_disk_or_in_memory,
+)
 from gradkeep.attribution._registry import default_method, find_method
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
-from gradkeep.attribution._tuning import choose_option, wants_choice
+from gradkeep.attribution._tuning import AUTO, choose_option
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
-from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors._registry import form_from_fields, is_whitened
 from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
 from gradkeep.store import Array, Store
 from gradkeep.store import open as open_store
@@ -35,19 +41,15 @@ if TYPE_CHECKING:
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._engine import ComputeSpec
-    from gradkeep.query._gradients import GradientOf
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import GradientOf, LayerChoice
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Block
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-
 _LONGEST = 2048
 _TEXT_FIELDS = ("approximate", "solved")
 """Texts that each part returns with its scores."""
-_MOST = 256 << 20
-"""Most bytes of scores in one part, which a worker holds in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +83,8 @@ def compute_scores_by_workers(
     queries, rows = len(question.positions), len(at.train_block)
     ids = at.query_block.ids[question.positions]
     shape = (layers, queries, rows) if question.per_layer else (queries, rows)
-    least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // _MOST)
+    # A worker holds the scores of one part in memory: at most 256 MiB.
+    least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // (256 << 20))
     blocks = split_blocks(queries, max(least, count_workers(workers, engine)))
     size = len(blocks[0])
     arrays = (
@@ -322,7 +325,7 @@ def attribute(
     with progress_bar(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if (workers is not None or engine is not None) and chosen.about_queries:
-            if wants_choice(chosen, method_options):
+            if _wants_choice(chosen, method_options):
                 raise AttributionError(
                     'an option "auto" cannot be chosen by workers',
                     code="attribute.auto_with_workers",
@@ -350,7 +353,7 @@ def attribute(
                 report=follow,
             )
             scores = _as_scores(chosen, question, method_options, computed)
-        elif wants_choice(chosen, method_options):
+        elif _wants_choice(chosen, method_options):
             scores = choose_option(
                 chosen,
                 question,
@@ -464,7 +467,7 @@ def describe_compression(chosen: Method, question: AttributionQuestion) -> str |
     descriptions: list[str] = []
     for block in question.opened.values():
         forms = [form_from_fields(layer.form) for layer in block.schema.layers if layer.form]
-        if any(form.whitened for form in forms) and not chosen.whitened:
+        if any(is_whitened(form) for form in forms) and not chosen.whitened:
             raise AttributionError(
                 f"{chosen.name} needs gradients, but the captures hold whitened coordinates",
                 code="attribute.whitened",
@@ -472,7 +475,7 @@ def describe_compression(chosen: Method, question: AttributionQuestion) -> str |
                 fix="Use method='ekfac', or capture with keep='exact' or gk.Keep(bytes, "
                 "coordinates='random') under another name=.",
             )
-        words = dict.fromkeys(str(form.approximate) for form in forms if not form.exact)
+        words = dict.fromkeys(form.approximate for form in forms if form.approximate)
         if words:
             descriptions.append(str(block.schema.fingerprints.get("kept") or ", ".join(words)))
     return "; ".join(dict.fromkeys(descriptions)) or None
@@ -488,3 +491,9 @@ def _layers(block: Block, question: AttributionQuestion) -> tuple[str, ...]:
 
 def _labels(block: Block) -> Any:
     return block.column("label") if "label" in block.names else None
+
+
+def _wants_choice(method: Method, options: Any) -> bool:
+    """Return True if an option of the method is "auto"."""
+    value = None if method.tuned is None else getattr(options, method.tuned)
+    return isinstance(value, str) and value == AUTO

@@ -28,6 +28,7 @@ from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._form import dot, dot_directions
 from gradkeep.factors._outer import OuterRows
 from gradkeep.store import Memory
 from gradkeep.store import open as open_store
@@ -43,10 +44,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured, Task
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Durability
-
-_DIRECTIONS = 4 << 30
 
 
 @checked(AttributionError)
@@ -107,7 +106,7 @@ def attribute_once(
     """
     if method is not None:
         find_method(method)
-    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
+    limit = 4 << 30 if memory_budget is None else parse_bytes(memory_budget)
     loaders = as_loader(train, batch_size), as_loader(queries, batch_size)
     if method not in ("dot", "kfac"):
         store = open_store(_BoundedMemory(limit))
@@ -159,10 +158,10 @@ def attribute_once(
             """Add a layer's products `[Q, B]` with the queries to those of the batch."""
             wide = piece.rows.widened()
             if unit in factors:
-                product = piece.form.dot(factors[unit], wide, compute="factored", scratch=RESTORED)
+                product = dot(piece.form, factors[unit], wide, compute="factored", scratch=RESTORED)
             else:
-                along = directions[unit].to(wide.example)
-                product = piece.form.along(wide, along, scratch=RESTORED)
+                own = directions[unit].to(wide.example)
+                product = dot_directions(piece.form, wide, own, scratch=RESTORED)
             products[-1] += product.float()
             return empty_gradients(piece)
 

@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields, checked
+from gradkeep._budgets import parse_bytes
 from gradkeep.errors import AttributionError
 from gradkeep.query._engine import GradientPair, check_pairs
 from gradkeep.query._gradients import gradients_of, open_capture
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gradkeep.query import Gradients
-    from gradkeep.query._engine import ComputeSpec
-    from gradkeep.query._gradients import GradientOf
-    from gradkeep.query._layers import LayerChoice
-    from gradkeep.store import Block, Store
-
-    Ids = np.ndarray[Any, np.dtype[np.int64]]
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from gradkeep.curvature._cholesky import Solution
+    from gradkeep.query import Gradients
+    from gradkeep.query._engine import ComputeSpec
+    from gradkeep.query._gradients import GradientOf, LayerChoice
     from gradkeep.query._planner import QueryPlan
+    from gradkeep.store import Block, Store
 
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 OverCheckpoints = Literal["one", "sum", "mean"]
+IN_MEMORY = 4 << 30
+"""Default limit in bytes of scores in memory; larger ones are written to disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,3 +355,81 @@ def _find_checkpoints(
             f"and the same for {splits[-1]!r}.",
         )
     return places
+
+
+def column(block: Block, name: str, *, method: str) -> Tensor:
+    """Return a captured value `[N]` of all rows."""
+    if name not in block.names:
+        raise AttributionError(
+            f"{method} needs the {name} of every row, which this capture does not hold",
+            code="attribute.missing_column",
+            path=block.path,
+            found=", ".join(n for n in block.names if "." not in n),
+            fix="Capture with a task that measures it, such as gk.Classification.",
+        )
+    return torch.from_numpy(np.array(block.column(name)))
+
+
+def zeros_on_disk_or_in_memory(shape: tuple[int, ...], *, limit: int = IN_MEMORY) -> Floats:
+    """Allocate zeros in memory if they take at most `limit` bytes, else on disk.
+
+    >>> zeros_on_disk_or_in_memory((2, 3)).shape, type(zeros_on_disk_or_in_memory((2, 3), limit=1)).__name__
+    ((2, 3), 'memmap')
+    """
+    size = math.prod(shape) * 4
+    if size <= limit:
+        return np.zeros(shape, np.float32)
+    # The file has no name: it is deleted with the last array that maps it.
+    with tempfile.TemporaryFile(prefix="gradkeep-scores-") as file:
+        file.truncate(size)
+        return np.memmap(file, np.float32, "r+", shape=shape)
+
+
+class ScoreAccumulator:
+    """Sum of the scores `[Q, N]` of C checkpoints, and their agreement.
+
+    For every query the scores of each checkpoint are centered and scaled to length one, z_c; their mean
+    correlation is r = (|sum z_c|^2 - C) / (C (C - 1)), and the expected correlation of their mean with the
+    mean of C others is C r / (1 + (C - 1) r), the confidence.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        checkpoints: int,
+        over: OverCheckpoints,
+        memory_budget: float | str | None,
+    ) -> None:
+        limit = IN_MEMORY if memory_budget is None else parse_bytes(memory_budget) // 2
+        several = checkpoints > 1
+        self.values = zeros_on_disk_or_in_memory(shape, limit=limit // 2 if several else limit)
+        self.checkpoints, self.weight = checkpoints, 1 / checkpoints if over == "mean" else 1.0
+        self._unit_sums = (
+            zeros_on_disk_or_in_memory(shape[-2:], limit=limit // 2) if several else None
+        )
+
+    def add(self, start: int, scores: torch.Tensor) -> None:
+        """Add a checkpoint's scores `[..., b, N]` of the queries from `start` on."""
+        rows = slice(start, start + scores.shape[-2])
+        self.values[..., rows, :] += self.weight * scores.detach().cpu().float().numpy()
+        if self._unit_sums is None:
+            return
+        whole = scores.sum(0) if scores.dim() == 3 else scores
+        centered = whole.detach().cpu().double()
+        centered = centered - centered.mean(1, keepdim=True)
+        length = centered.norm(dim=1, keepdim=True)
+        scaled = torch.where(length > 0, centered / length, torch.zeros_like(centered))
+        self._unit_sums[rows] += scaled.float().numpy()
+
+    def confidence(self) -> Floats | None:
+        """Return the expected agreement `[Q]` with the scores of as many other checkpoints."""
+        if self._unit_sums is None:
+            return None
+        count = self.checkpoints
+        confidence = np.empty(len(self._unit_sums), np.float32)
+        for row, summed in enumerate(self._unit_sums):
+            length = float(np.square(summed, dtype=np.float64).sum())
+            r = (length - count) / (count * (count - 1))
+            confidence[row] = count * r / (1 + (count - 1) * r) if r > 0 else 0.0
+        return confidence

@@ -9,7 +9,7 @@ from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._question import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
-from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors._registry import form_from_fields, is_whitened
 from gradkeep.query._gradients import open_capture
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def default_method(store: Store, *, run: str | Sequence[str], train: str, name: 
         if key.run in runs and (key.split, key.capture) == (train, name):
             schema = open_capture(store, key).schema
             forms = [form_from_fields(layer.form) for layer in schema.layers if layer.form]
-            if holds_sequences(schema) or (forms and all(form.whitened for form in forms)):
+            if holds_sequences(schema) or (forms and all(is_whitened(form) for form in forms)):
                 return "ekfac"
             return "kernel"
     return "kernel"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gradkeep.attribution._question import CheckpointView
     from gradkeep.curvature._sketches import Projection
     from gradkeep.query._gradients import GradientOf
-    from gradkeep.store import Block
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -98,19 +97,6 @@ def _bytes(values: torch.Tensor) -> memoryview:
 _EMBEDDING = "embedding."
 IN_MEMORY = 1 << 28
 """Default limit in bytes of projections in memory."""
-
-
-def column(block: Block, name: str, *, method: str) -> Tensor:
-    """Return a captured value `[N]` of all rows."""
-    if name not in block.names:
-        raise AttributionError(
-            f"{method} needs the {name} of every row, which this capture does not hold",
-            code="attribute.missing_column",
-            path=block.path,
-            found=", ".join(n for n in block.names if "." not in n),
-            fix="Capture with a task that measures it, such as gk.Classification.",
-        )
-    return torch.from_numpy(np.array(block.column(name)))
 
 
 def embeddings(at: CheckpointView, layer: str | None, *, method: str) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
+from gradkeep.attribution._question import zeros_on_disk_or_in_memory
 from gradkeep.errors import AttributionError, MissingRowsError, NotSealedError
 from gradkeep.store import Array, Schema, ScoresKey
 

@@ -13,7 +13,9 @@ from gradkeep._arguments import checked
 from gradkeep._display import ResultTable, TableDisplay
 from gradkeep._environment import install_hint
 from gradkeep._ranks import ranks
-from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
+from gradkeep.attribution._question import (
+    zeros_on_disk_or_in_memory,
+)
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtraError
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 
 _QUERIES = 64
 """Rows of scores that are summed at a time, since scores may be mapped from disk."""

@@ -12,9 +12,8 @@ from gradkeep import _arguments
 from gradkeep._arguments import whole_numbers
 from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._label_noise import label_noise, validate_labels, validate_probabilities
-from gradkeep.attribution._question import build_question
+from gradkeep.attribution._question import build_question, column
 from gradkeep.attribution._registry import holds_sequences
-from gradkeep.attribution._row_features import column
 from gradkeep.errors import AttributionError
 from gradkeep.store import open as open_store
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution._question import CheckpointView
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.query import Gradients
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

@@ -59,12 +59,6 @@ def subset_digests(masks: AnyArray) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_64_hexdigest(row.tobytes()) for row in packed)
 
 
-def wants_choice(method: Method, options: Any) -> bool:
-    """Return True if an option of the method is "auto"."""
-    value = None if method.tuned is None else getattr(options, method.tuned)
-    return isinstance(value, str) and value == AUTO
-
-
 def choose_option(
     method: Method,
     question: AttributionQuestion,

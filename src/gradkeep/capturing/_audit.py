@@ -1,21 +1,15 @@
-"""Check that a row is reproducible, independent of its batch, and computed by the same function."""
+"""Check that a row is reproducible and independent of its batch."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
-import re
-import sys
-import sysconfig
 import time
-import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 
 from gradkeep.capturing._batches import batch_size, leaves, map_leaves, rows_of, to_device
 from gradkeep.capturing._proofs import backward_per_layer, moved_rows_error, random_weights
@@ -34,85 +28,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._tasks import Task
 
     Projection = Callable[[LayerUnit, Tensor], Tensor]
-
-_IGNORED_NAMES = re.compile(
-    r"device|path|name|dtype|implementation|version|loss|cache|dropout|forward"
-)
-_CONFIGURATION_NAMES = re.compile(r"act|eps|norm|scal|slope|temperature")
-_INSTALLED = tuple(
-    {sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
-)
-
-
-def fingerprint_function(model: nn.Module) -> str:
-    """Return a digest that changes when a model with the same weights computes another function.
-
-    It begins with the version of Python, whose compiler decides which names code refers to.
-    """
-    digest = xxhash.xxh3_128()
-    for path, module in model.named_modules():
-        digest.update(f"{path} {type(module).__qualname__}\n".encode())
-        for line in _describe_module(module):
-            digest.update(f"  {line}\n".encode())
-    return f"{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}"
-
-
-def _describe_module(module: nn.Module) -> Iterator[str]:
-    for name, value in sorted(vars(module).items()):
-        if name.startswith("_") or _IGNORED_NAMES.search(name.lower()):
-            continue
-        text = _value(value)
-        if text is not None:
-            yield f"{name} {text}"
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-            yield from _configuration(name, value)
-    for function in _own_functions(type(module)):
-        yield f"{function.__name__} {' '.join(_names(function.__code__))}"
-
-
-def _value(value: Any) -> str | None:
-    """Describe a setting; None for flags, counters, sizes, tensors and modules."""
-    if isinstance(value, float | str):
-        return repr(value)
-    if isinstance(value, types.FunctionType):
-        own = " ".join(_names(value.__code__)) if _is_own(value) else ""
-        return f"{value.__qualname__} {own}"
-    if isinstance(value, types.BuiltinFunctionType):
-        return str(value.__qualname__)
-    return None
-
-
-def _configuration(name: str, value: Any) -> Iterator[str]:
-    for key, inner in sorted(vars(value).items(), key=lambda item: str(item[0])):
-        key = str(key).lower()
-        if _CONFIGURATION_NAMES.search(key) and not _IGNORED_NAMES.search(key):
-            text = _value(inner)
-            if text is not None:
-                yield f"{name}.{key} {text}"
-
-
-def _own_functions(kind: type) -> Iterator[types.FunctionType]:
-    """Yield the functions of a class and its bases that no installed package defines."""
-    for base in kind.__mro__:
-        for name, function in sorted(vars(base).items()):
-            is_function = isinstance(function, types.FunctionType) and name != "__init__"
-            if is_function and _is_own(function):
-                yield function
-
-
-def _is_own(function: types.FunctionType) -> bool:
-    return not inspect.getfile(function).startswith(_INSTALLED)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Return the names and float constants that code refers to, inner functions included."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= set(_names(constant))
-        elif isinstance(constant, float):
-            names.add(repr(constant))
-    return sorted(names)
 
 
 def run_rows(

@@ -1,16 +1,39 @@
-"""Rows, leaves and digests of batches of any nesting."""
+"""Batches of any nesting: their rows, leaves and digests, and the order in which a loader delivers them.
+
+A row's id is its place, so a loader must deliver the same row at the same place in every pass. Four
+things are compared: the sampler's indices, twice and completely; the indices of every delivered batch;
+the first batches of every pass; and the data set itself at some of these indices.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+    Digests = np.ndarray[Any, np.dtype[np.uint64]]
+
+_ROWS = 16
+"""Number of rows, and of batches, to compare if rows do not depend on the others of their batch."""
 
 
 def batch_size(batch: Any) -> int:
@@ -167,3 +190,354 @@ def _mapped(
 
 def _is_part(item: Any) -> bool:
     return isinstance(item, torch.Tensor | np.ndarray | Mapping | tuple | list)
+
+
+def format_ids(ids: Any) -> str:
+    """Format some ids for a message."""
+    text = ", ".join(str(number) for number in np.asarray(ids)[:8].tolist())
+    return text + (" ..." if len(ids) > 8 else "")
+
+
+def iter_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -> Iterator[Any]:
+    """Iterate over the batches of one pass that have a sample.
+
+    With `places`, the sampler's indices of an earlier pass, raise at the first batch with other indices.
+    Cost: comparing integers, and copying the batches of loaders that may reuse their memory.
+    """
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        iter(loader)  # as a pass of the loader, draw a random number
+        delivered: Iterator[Any] = _slices(loader)
+    elif places is not None and _can_record_indices(loader):
+        delivered = _iter_with_indices(loader, places)
+    else:
+        delivered = iter(loader)
+    return _nonempty(loader, delivered)
+
+
+def _nonempty(loader: Iterable[Any], delivered: Iterable[Any]) -> Iterator[Any]:
+    """Skip empty batches, and copy batches whose memory the loader may reuse.
+
+    Loaders that map or pin memory refill the same tensors, and so may a collate function.
+    """
+    torch_own = type(loader) is DataLoader and collates_by_row(loader)
+    own = torch_own or type(loader) in (list, tuple)
+    filled = (batch for batch in delivered if batch_size(batch))
+    return filled if own else map(copied, filled)
+
+
+def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, Iterator[Any]]:
+    """Return the place of the first sample of the batch with `start`, and the batches up to `stop`.
+
+    Other batches are not read if the loader is a list, or a torch DataLoader with a map-style data set;
+    else the whole pass begins at 0.
+    """
+    if isinstance(loader, list | tuple):
+        filled = [batch for batch in loader if batch_size(batch)]
+        first, last, at = _among([batch_size(batch) for batch in filled], start, stop)
+        return at, iter(filled[first:last])
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        return start // size * size, _slices(loader, start // size * size, stop)
+    if _can_record_indices(loader):
+        torch_loader: Any = loader
+        if torch_loader.batch_sampler is not None:
+            indices = [list(batch_indices(batch)) for batch in torch_loader.batch_sampler]
+            first, last, at = _among([len(batch) for batch in indices], start, stop)
+            own = copy.copy(torch_loader)  # as `_iter_with_indices` does
+            own.__dict__["batch_sampler"] = indices[first:last]
+            return at, _nonempty(loader, own)
+    return 0, iter_batches(loader)
+
+
+def _among(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
+    """Return the range of batches with samples of `[start, stop)`, and the place of the first one."""
+    ends = np.cumsum(sizes)
+    first = int(np.searchsorted(ends, start, side="right"))
+    last = int(np.searchsorted(ends, stop, side="left")) + 1
+    return first, last, int(ends[first - 1]) if first else 0
+
+
+def batch_indices(batch: Any) -> list[Any]:
+    """Return a sampler's indices of one batch as a list."""
+    if isinstance(batch, list):
+        return batch
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return [batch.item()] if batch.ndim == 0 else batch.tolist()
+    return list(batch) if isinstance(batch, Iterable) and not isinstance(batch, str) else [batch]
+
+
+def is_sequential(loader: Any) -> bool:
+    """Return True if the sampler is torch's own and yields 0, 1, 2 ..."""
+    batch_sampler = loader.batch_sampler
+    sampler = batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
+    own = batch_sampler is None or type(batch_sampler) is BatchSampler
+    return own and type(sampler) is SequentialSampler and sampler.data_source is loader.dataset
+
+
+def collates_by_row(loader: Any) -> bool:
+    """Return True if a row of a batch does not depend on the other rows."""
+    return loader.batch_sampler is not None and loader.collate_fn is default_collate
+
+
+def shuffled_error(order: str = "another order in a second pass") -> CaptureError:
+    """The error for a loader without an order."""
+    return CaptureError(
+        "the loader shuffles, so a sample would have another id in every run",
+        code="capture.shuffled_loader",
+        found=order,
+        fix="Use a DataLoader with shuffle=False, or have the data set return ids and pass ids=, "
+        "their key or index in a batch.",
+    )
+
+
+class _RecordingSampler:
+    """A sampler that records its indices."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.batches: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._sampler:
+            self.batches.append(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _can_record_indices(loader: Any) -> bool:
+    """Return True if batches arrive in the order in which the loader reads its sampler."""
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and not loader.persistent_workers  # their iterator belongs to the loader
+        and getattr(loader, "in_order", True)
+    )
+
+
+def _iter_with_indices(loader: Any, places: Sequence[Any]) -> Iterator[Any]:
+    # A loader's sampler cannot be replaced; that of a copy can, and everything else is shared.
+    own = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    recording = own.__dict__[name] = _RecordingSampler(getattr(loader, name))
+    at = 0
+    for number, batch in enumerate(own):
+        indices = batch_indices(recording.batches[number])
+        expected = list(places[at : at + len(indices)])
+        if indices != expected:
+            pairs = zip(indices, [*expected, *[None] * len(indices)], strict=False)
+            wrong = next(place for place, (one, other) in enumerate(pairs) if one != other)
+            raise shuffled_error(
+                f"row {indices[wrong]} at place {at + wrong}, where an earlier pass had another; rows "
+                "before it were stored correctly"
+            )
+        at += len(indices)
+        yield batch
+
+
+def _is_sliced(loader: Any) -> bool:
+    """Return True if the batches are consecutive slices of tensors, by torch's own classes alone."""
+    data = loader.dataset
+    return (
+        type(loader) is DataLoader
+        and type(data) is TensorDataset
+        and type(loader.batch_sampler) is BatchSampler
+        and is_sequential(loader)
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and all(type(part) is torch.Tensor for part in data.tensors)
+        and all(part.layout is torch.strided for part in data.tensors)
+        and not any(part.requires_grad for part in data.tensors)
+    )
+
+
+def _slices(loader: Any, first: int = 0, last: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """Yield the loader's batches as slices, without building single samples.
+
+    Building them can cost more than a small model. Slices are copies, as the loader's batches are.
+    """
+    data, sampler = loader.dataset, loader.batch_sampler
+    stop = len(data) - len(data) % sampler.batch_size if sampler.drop_last else len(data)
+    for start in range(first, stop if last is None else min(stop, last), sampler.batch_size):
+        end = min(start + sampler.batch_size, stop)
+        yield [
+            part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderOrder:
+    """Reference that passes of a loader are compared with."""
+
+    loader: Iterable[Any]
+    rows: int | None
+    """Number of samples, if known."""
+    first: Any
+    """The first batch."""
+    first_digests: tuple[np.ndarray[Any, np.dtype[np.uint64]], ...]
+    """Fingerprints of the first batches."""
+    compared: dict[int, Any]
+    """The sampler's indices of batches that are compared with the data set, by number."""
+    places: Sequence[Any] | None
+    """The sampler's indices of all samples; None if there are none, or not always the same."""
+
+    def iter_checked(self) -> Iterator[Any]:
+        """Iterate over the batches of a pass; raise before the first one if it begins differently."""
+        delivered = iter_batches(self.loader, self.places)
+        begin = list(itertools.islice(delivered, len(self.first_digests)))
+        for before, batch in zip(self.first_digests, begin, strict=False):
+            contents = digests(batch)
+            if not np.array_equal(before, contents):
+                raise self._order_error(before, contents, batch)
+        place = 0
+        for number, batch in enumerate(itertools.chain(begin, delivered)):
+            if number in self.compared:
+                self._compare(self.compared[number], batch, place)
+            yield batch
+            place += batch_size(batch)
+
+    def _compare(self, indices: Any, batch: Any, place: int) -> None:
+        rows = np.arange(batch_size(batch))
+        if collates_by_row(self.loader) and len(rows) == len(indices):
+            rows = np.unique(np.linspace(0, len(rows) - 1, _ROWS).round().astype(int))
+            indices = [indices[row] for row in rows]
+            batch = chosen_rows(batch, rows)
+        delivered, own = digests(batch), digests(_fetch(self.loader, indices))
+        if np.array_equal(delivered, own):
+            return
+        if _is_augmented(self.loader, indices):
+            raise _augmentation_error()
+        wrong = rows if len(own) != len(delivered) else rows[delivered != own]
+        raise CaptureError(
+            "the loader delivers other contents than its data set has at these indices",
+            code="capture.loader_differs",
+            found=f"{type(self.loader).__name__} with other contents at "
+            f"{format_ids(place + wrong)}",
+            fix="Use a plain DataLoader with shuffle=False, or pass ids=, one for each "
+            "delivered sample in order. If rows were stored already, use another "
+            "name= or delete the capture.",
+        )
+
+    def _order_error(
+        self,
+        before: np.ndarray[Any, np.dtype[np.uint64]],
+        after: np.ndarray[Any, np.dtype[np.uint64]],
+        batch: Any,
+    ) -> CaptureError:
+        if len(after) == len(before) and bool((np.isin(after, before) & (after != before)).any()):
+            return shuffled_error()  # the same rows at other places
+        if self.compared:
+            return _augmentation_error()  # the sampler's indices are the same in every pass
+        indexed = _indices(self.loader)
+        random = (
+            _is_augmented(self.loader, indexed[0]) if indexed else _same_labels(self.first, batch)
+        )
+        return _augmentation_error() if random else shuffled_error()
+
+
+def find_order(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
+    """Find the order of a loader; raise if it has none, or not the one that ids by position need.
+
+    Cost: iterating over the sampler twice, which reads no data, and reading the first batches once.
+    """
+    indices = _indices(loader)
+    compared: dict[int, Any] = {}
+    places: Sequence[Any] | None = None
+    rows: int | None = None
+    if isinstance(loader, list | tuple):
+        rows = sum(batch_size(batch) for batch in loader)
+    if indices is not None and isinstance(loader, DataLoader):
+        places = _flat(indices)
+        if not is_sequential(loader):
+            second = _indices(loader) or []
+            if len(second) != len(indices) or _flat(second) != places:
+                raise shuffled_error()
+        rows = len(places) if loader.batch_sampler is not None else None
+        if by_position:
+            if places != list(range(len(places))):
+                at = next(place for place, index in enumerate(places) if index != place)
+                raise CaptureError(
+                    "the sampler's order is not the data set's order, so ids by "
+                    "position would not be the data set's indices",
+                    code="capture.sampler_order",
+                    found=f"index {places[at]} at place {at}",
+                    fix="Pass ids=list(loader.sampler), or with a batch sampler ids=[i "
+                    "for batch in loader.batch_sampler for i in batch], to store "
+                    "every row under its index; or use shuffle=False.",
+                )
+            filled = [batch for batch in indices if batch_indices(batch)]
+            # Fewer of long loaders, whose samplers have more indices to compare.
+            most = 8 if len(filled) <= 32 else 4
+            most = _ROWS if collates_by_row(loader) else most
+            numbers = np.linspace(0, len(filled) - 1, min(len(filled), most))
+            compared = {int(number): filled[int(number)] for number in numbers.round()}
+    try:
+        delivered = iter_batches(loader)
+    except TypeError as error:
+        raise CaptureError(
+            "the loader is not an iterable of batches",
+            code="capture.not_a_loader",
+            found=type(loader).__name__,
+            expected=str(error),
+        ) from None
+    # Every pass must begin with the same two batches.
+    begin = list(itertools.islice(delivered, 2))
+    is_fixed = type(loader) in (list, tuple)  # cannot change between passes
+    return LoaderOrder(
+        loader=loader,
+        rows=rows,
+        first=begin[0] if begin else None,
+        first_digests=() if is_fixed else tuple(digests(batch) for batch in begin),
+        compared=compared,
+        places=places,
+    )
+
+
+def _indices(loader: Iterable[Any]) -> list[Any] | None:
+    """Return the sampler's indices batch by batch; None without a map-style data set."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    try:
+        most = len(sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return list(itertools.islice(sampler, most + 1))
+
+
+def _flat(indices: list[Any]) -> list[Any]:
+    return [place for batch in indices for place in batch_indices(batch)]
+
+
+def _fetch(loader: Any, indices: Any) -> Any:
+    """Read the samples of one batch from the data set, and collate them as the loader does."""
+    if loader.batch_sampler is None:
+        return loader.collate_fn(loader.dataset[indices])
+    if hasattr(loader.dataset, "__getitems__"):
+        return loader.collate_fn(loader.dataset.__getitems__(indices))
+    return loader.collate_fn([loader.dataset[at] for at in indices])
+
+
+def _is_augmented(loader: Any, indices: Any) -> bool:
+    """Return True if reading the same samples twice gives different contents."""
+    first, second = (digests(_fetch(loader, indices)) for _ in range(2))
+    return not np.array_equal(first, second)
+
+
+def _same_labels(one: Any, other: Any) -> bool:
+    """Return True if the integers of two batches are equal, and differ between rows."""
+    pairs = zip(leaves(one), leaves(other), strict=False)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.ndim == 1]
+    labels = [(a, b) for a, b in tensors if not a.dtype.is_floating_point]
+    return bool(labels) and all(torch.equal(a, b) and bool((a != a[0]).any()) for a, b in labels)
+
+
+def _augmentation_error() -> CaptureError:
+    return CaptureError(
+        "the data changes each time it is read: random augmentation in the data set or its collate "
+        "function",
+        code="capture.random_augmentation",
+        fix="Capture the data set with the transforms of evaluation.",
+    )

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._report import Captured
     from gradkeep.farm._run import Engine
-    from gradkeep.query._gradients import GradientOf
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import GradientOf, LayerChoice
     from gradkeep.store import Encoding, Store
 
 Checkpoints = Mapping[str, "Weights | Source"]

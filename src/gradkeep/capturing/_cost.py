@@ -35,7 +35,7 @@ from gradkeep.capturing.rules._rules import (
     watched_modules,
 )
 from gradkeep.factors._bits import PACKED
-from gradkeep.factors._cost import FLOPS, WRITE
+from gradkeep.query._planner import FLOPS, WRITE
 from gradkeep.store import Ragged
 
 if TYPE_CHECKING:

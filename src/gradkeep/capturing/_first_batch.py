@@ -21,7 +21,7 @@ from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
 from gradkeep.factors._outer import OuterRows
-from gradkeep.query._layers import select_layers
+from gradkeep.query._gradients import select_layers
 from gradkeep.store import Encoding
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Storage
-    from gradkeep.query._gradients import GradientOf
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import GradientOf, LayerChoice
 
 
 CoordinateKind = Literal["eigen", "random", "sketch"]

@@ -12,8 +12,13 @@ from torch.utils.data import DataLoader
 
 from gradkeep._arguments import count, instance, text, texts, whole_numbers, writable
 from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT
-from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._order import LoaderOrder, batches_within, find_order, iter_batches
+from gradkeep.capturing._batches import (
+    LoaderOrder,
+    batch_size,
+    batches_within,
+    find_order,
+    iter_batches,
+)
 from gradkeep.capturing._sequences import documents_of, may_pack, sequence_checks, unpacking_for
 from gradkeep.errors import CaptureError
 from gradkeep.store import Ragged

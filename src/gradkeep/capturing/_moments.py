@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._tracer import Reducer, empty_gradients, restore_gradients
-from gradkeep.curvature._moments import VectorMoments, matrix_moments
-from gradkeep.curvature._stored_moments import SideMoments, StoredMoments
+from gradkeep.curvature._moments import SideMoments, StoredMoments, VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
+from gradkeep.factors._form import has_factors
 from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
 
@@ -214,4 +214,4 @@ class FirstMoments:
 
 
 def _has_factors(form: AnyForm) -> bool:
-    return form.factored and form.kind in ("outer", "conv")
+    return has_factors(form) and form.kind in ("outer", "conv")

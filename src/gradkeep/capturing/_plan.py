@@ -39,9 +39,8 @@ from gradkeep.capturing._scale_plan import (
 from gradkeep.capturing._sequences import unpacking_for
 from gradkeep.capturing._shapes import measure_shapes, plan_shapes
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
-from gradkeep.factors._cost import ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
-from gradkeep.query._planner import choose_compute
+from gradkeep.query._planner import ProductSize, choose_compute
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Compute
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Encoding
 
 _QUICK_SECONDS = 0.5

@@ -34,7 +34,7 @@ from gradkeep.capturing.rules._rules import (
 )
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
-from gradkeep.query._layers import select_layers
+from gradkeep.query._gradients import select_layers
 from gradkeep.remat.planned._session import budget_is_active
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.rules._layers import SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]

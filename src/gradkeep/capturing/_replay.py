@@ -26,7 +26,6 @@ from gradkeep.capturing._audit import (
     RowAudit,
     check_first_rows,
     check_repeatable,
-    fingerprint_function,
     restore_buffers,
 )
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
@@ -58,6 +57,8 @@ from gradkeep.capturing._resume import (
     RowFingerprints,
     changed_rows_error,
     find_earlier_run,
+    fingerprint_function,
+    fingerprint_weights,
 )
 from gradkeep.capturing._rows import (
     GradientMaker,
@@ -68,7 +69,6 @@ from gradkeep.capturing._rows import (
     find_modules,
 )
 from gradkeep.capturing._storage import NO_ADJUSTMENTS, Adjustments, BatchMismatchError
-from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._rules import units_of
 from gradkeep.capturing.tasks._tasks import measure_losses
 from gradkeep.errors import CaptureError

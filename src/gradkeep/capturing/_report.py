@@ -15,7 +15,7 @@ from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing.rules._rules import HINT, units_of
 from gradkeep.capturing.tasks._tasks import Task, call, find_logits
 from gradkeep.errors import CaptureError
-from gradkeep.query._layers import select_layers
+from gradkeep.query._gradients import select_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.factors._form import Storage
-    from gradkeep.query._layers import LayerChoice
+    from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Store
 
 

@@ -42,9 +42,9 @@ from gradkeep.capturing.rules._rules import (
     watched_modules,
 )
 from gradkeep.errors import CaptureError
-from gradkeep.factors._cost import FLOPS, WRITE
 from gradkeep.factors._lookup import Lookup, LookupRows
-from gradkeep.query._layers import select_layers
+from gradkeep.query._gradients import select_layers
+from gradkeep.query._planner import FLOPS, WRITE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -11,10 +11,13 @@ import torch
 
 from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.errors import CaptureError
+from gradkeep.factors._bits import Bits
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import FactoredForm
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._tied import Tied, TiedRows
+from gradkeep.factors._tied import Tied, TiedRows, places_array
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Encoding
+    from gradkeep.store.blocks._schema import ArrayKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ def choose_storage(
     owners: list[tuple[torch.Tensor, LayerStorage]] = []
     for unit, piece in pieces.items():
         storages: list[Storage] = ["factors", "dense"]
-        if piece.form.storage == "dense":
+        if isinstance(piece.form, Dense):
             storages = ["dense"]
         elif tolerance > 0 and _as_outer(unit.name, piece) is not None:
             storages.append("low rank")
@@ -234,7 +238,7 @@ def choose_storage(
             for storage in storages
         ]
         best = min(options, key=lambda option: option.row_bytes)
-        if piece.form.prefix_array is not None and piece.source is not None:
+        if isinstance(piece.form, Outer) and piece.source is not None:
             owner = next((o for source, o in owners if _is_same(piece.source, source)), None)
             factors = next((o for o in options if o.storage == "factors"), None)
             if owner is not None and factors is not None:
@@ -253,11 +257,11 @@ def _with_places(layer: LayerStorage, piece: LayerGradients, tokens: int) -> Lay
     """Add an array of token places if positions are tokens; a shared array belongs to its owner."""
     if layer.storage != "factors" or piece.sequence != tokens:
         return layer
-    name = layer.form.places_array
+    name = places_array(layer.form)
     if name is None:
         return layer
     array = Array(name, dtype="int32", kind="data", layer=layer.unit.name, ragged=True)
-    if name != piece.form.places_array:
+    if name != places_array(piece.form):
         return dataclasses.replace(layer, places=array)
     return dataclasses.replace(
         layer,
@@ -297,7 +301,22 @@ def _build_storage(
 
 
 def _as_outer(name: str, piece: LayerGradients) -> tuple[Outer, OuterRows] | None:
-    return piece.form.as_outer(piece.rows, prefix=f"{name}.prefix", suffix=f"{name}.suffix")
+    """Return the gradients as those of a linear layer with several positions per row, if possible."""
+    form, rows = piece.form, piece.rows
+    if isinstance(form, Convolution) and isinstance(rows, ConvolutionRows):
+        return form.as_outer(rows, prefix=f"{name}.prefix", suffix=f"{name}.suffix")
+    if isinstance(form, Outer) and isinstance(rows, OuterRows) and rows.offsets is not None:
+        return form, rows
+    return None
+
+
+def storage_of(form: AnyForm) -> Storage:
+    """Return how a layer is stored."""
+    if isinstance(form, Dense):
+        return "dense"
+    if isinstance(form, Bits):
+        return "coordinates"
+    return "low rank" if isinstance(form, Outer) and form.error > 0 else "factors"
 
 
 def to_storage(
@@ -307,7 +326,7 @@ def to_storage(
     outer = _as_outer(name, piece) if storage == "low rank" else None
     if outer is not None:
         return cut_rank(*outer, tolerance)
-    if storage == "factors" or piece.form.storage == "dense":
+    if storage == "factors" or isinstance(piece.form, Dense):
         return piece.form, piece.rows
     if hollow:
         values = piece.rows.example.new_empty(len(piece.rows), piece.form.restored_size)
@@ -370,9 +389,8 @@ def _drop_idle_positions(
     used_positions: dict[LayerUnit, torch.Tensor] = {}
     groups: dict[str, list[LayerStorage]] = {}
     for layer in layers:
-        prefix = layer.form.prefix_array
-        if prefix is not None and layer.storage == "factors":
-            groups.setdefault(prefix, []).append(layer)
+        if isinstance(layer.form, Outer) and layer.storage == "factors":
+            groups.setdefault(layer.form.prefix, []).append(layer)
     for group in groups.values():
         members: dict[LayerUnit, OuterRows] = {}
         for layer in group:
@@ -400,15 +418,16 @@ def _drop_idle_positions(
 
 
 def _with_shared_prefix(layer: LayerStorage, owner: LayerStorage) -> LayerStorage:
-    shared = owner.form.prefix_array
-    assert shared is not None
-    own = tuple(array for array in layer.arrays if array.name != layer.form.prefix_array)
-    saved = sum(a.row_bytes for a in layer.arrays if a.name == layer.form.prefix_array)
+    assert isinstance(layer.form, Outer)
+    assert isinstance(owner.form, Outer)
+    prefix = layer.form.prefix
+    own = tuple(array for array in layer.arrays if array.name != prefix)
+    saved = sum(array.row_bytes for array in layer.arrays if array.name == prefix)
     ragged = any(array.ragged for array in own)
     per_row = saved * layer.positions + 8 if ragged else saved
     return dataclasses.replace(
         layer,
-        form=layer.form.with_prefix(shared),
+        form=dataclasses.replace(layer.form, prefix=owner.form.prefix),
         arrays=own,
         row_bytes=max(0.0, layer.row_bytes - per_row),
     )
@@ -425,8 +444,8 @@ def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def _check_same(layer: LayerStorage, form: AnyForm) -> None:
     expected = layer.form
-    if form.prefix_array is not None and expected.prefix_array is not None:
-        form = form.with_prefix(expected.prefix_array)
+    if isinstance(form, Outer) and isinstance(expected, Outer):
+        form = dataclasses.replace(form, prefix=expected.prefix)
     if form != expected:
         raise BatchMismatchError(
             f"layer {layer.unit.name} has another shape in this batch than in the first one",
@@ -473,13 +492,22 @@ def arrays_of(
                 array,
                 dtype=dtype if whole or double else "float32",
                 shape=tuple(values.shape[1:]),
-                kind=form.role(array),
+                kind=_role(form, array),
                 encoding="plain" if whole or double else encoding,
                 layer=name,
                 ragged=form.offsets(rows, array) is not None,
             )
         )
     return tuple(arrays)
+
+
+def _role(form: AnyForm, array: str) -> ArrayKind:
+    """Return what an array of a form holds."""
+    if isinstance(form, Bits) or (isinstance(form, Dense) and form.sketch):
+        return "projection"
+    if isinstance(form, FactoredForm):
+        return "suffix" if array.endswith("suffix") else "prefix"
+    return "gradient"
 
 
 def cut_rank(form: Outer, rows: OuterRows, tolerance: float) -> tuple[Outer, OuterRows]:

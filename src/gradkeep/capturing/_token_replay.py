@@ -15,15 +15,15 @@ from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._readiness import device_of, has_active_dropout, in_mode, ready, uncompiled
-from gradkeep.capturing._resume import RowFingerprints
+from gradkeep.capturing._resume import RowFingerprints, fingerprint_weights
 from gradkeep.capturing._tracer import fill
-from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched_modules
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
-from gradkeep.factors._form import widened
+from gradkeep.factors._form import FactoredForm, dot_directions, widened
 from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._registry import basis_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,6 +68,7 @@ def _call_products(
             unit.name, call.module, unit.parameters, [call], rows=rows, axis=unit.axis
         )
         factors = piece.rows.widened()
+        assert isinstance(piece.form, FactoredForm)
         parts = piece.form.along_positions(factors, directions.to(factors.example))
         return None if parts is None else parts[0].values.view(-1, rows, tokens)
     return None
@@ -226,7 +227,7 @@ class _TokenReplay:
             for unit, piece in pieces.items():
                 factors = piece.rows.widened()
                 along = self.directions[unit].to(factors.example)
-                rest += piece.form.along(factors, along, scratch=64 << 20)
+                rest += dot_directions(piece.form, factors, along, scratch=64 << 20)
                 self.rest_layers[unit.name] = None
         slopes = tracer.loss_slopes(measured) if self.of_losses else None
         if slopes is not None:
@@ -242,7 +243,7 @@ def _dense_directions(
     device: torch.device,
 ) -> dict[LayerUnit, Tensor]:
     """Return dense directions `[K, P]` of each layer."""
-    fingerprints = {form.basis for form in train.forms.values()} - {None}
+    fingerprints = {basis_of(form) for form in train.forms.values()} - {None}
     bases = [load_basis(store, key) for key in store.bases()] if fingerprints else []
     basis = next((one for one in bases if one and one.fingerprint in fingerprints), None)
     if fingerprints and basis is None:
@@ -256,7 +257,7 @@ def _dense_directions(
     dense = {}
     for unit, form in forms.items():
         dense[unit] = directions[unit.name].to(device)
-        if train.forms[unit.name].basis is not None and basis is not None:
+        if basis_of(train.forms[unit.name]) is not None and basis is not None:
             dense[unit] = basis.layers[unit.name].pulled_back(form, dense[unit])
     return dense
 

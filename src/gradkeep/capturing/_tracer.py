@@ -493,7 +493,7 @@ def restore_gradients(
     unit: LayerUnit, piece: LayerGradients, measured: Measured | None = None
 ) -> LayerGradients:
     """Multiply out factors; for a `Reducer`."""
-    if piece.form.storage == "dense":
+    if isinstance(piece.form, Dense):
         return piece
     return dense_gradients(unit.name, piece.form.parameters, piece.form.restore(piece.rows))
 

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import nn
 
 from gradkeep._arguments import file_path, instance, texts
-from gradkeep.capturing._readiness import stored_weight
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -58,19 +55,6 @@ class Weights:
     source: Source
     step: int | None = None
     lr: float | None = None
-
-
-def fingerprint_weights(model: nn.Module) -> str:
-    """Return a digest of all parameters and buffers with their names, shapes and dtypes."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        value = stored_weight(tensor)
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        plain = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
-    return digest.hexdigest()
 
 
 class AdapterWeights(dict[str, torch.Tensor]):

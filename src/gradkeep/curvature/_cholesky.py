@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from gradkeep.query._engine import ComputeSpec
 
 
-DEFAULT_KERNEL_BUDGET = 2 << 30
-"""Bytes for solving a kernel without a memory budget."""
-_LEAST = 8 << 20
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedKernel:
     """M = s K s + damping I, with K `[N, N]` the products of all training rows and s = sqrt(weight)."""
@@ -49,14 +44,13 @@ class WeightedKernel:
     @property
     def free_bytes(self) -> int:
         """Bytes that solving may take."""
-        return (
-            DEFAULT_KERNEL_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget)
-        )
+        # Without a budget, 2 GiB for solving a kernel.
+        return 2 << 30 if self.memory_budget is None else parse_bytes(self.memory_budget)
 
     @property
     def passing(self) -> int:
         """Bytes for streamed rows and temporaries: a quarter, and at least what one segment needs."""
-        return max(self.free_bytes // 4, 2 * self.train.largest_segment + _LEAST)
+        return max(self.free_bytes // 4, 2 * self.train.largest_segment + (8 << 20))
 
 
 def lower_rows(
@@ -263,3 +257,22 @@ def parameter_solver(kernel: WeightedKernel) -> ParameterSolver:
     for into in lower:
         into[:, into.shape[1] - len(into) :].diagonal().add_(kernel.damping)
     return ParameterSolver(kernel, CholeskyFactor.of(lower))
+
+
+def relative_damping(damping: float | str, diagonal: float, *, name: str) -> float:
+    """Return the damping times a mean diagonal; raise unless both are positive."""
+    if isinstance(damping, str) or not damping > 0:
+        raise AttributionError(
+            f"{name} must be positive, or a singular matrix would be inverted",
+            code="attribute.damping",
+            found=damping,
+            fix=f"Leave out {name}= for 1 x the mean diagonal.",
+        )
+    if not diagonal > 0:
+        raise AttributionError(
+            "the gradients of the training rows are all zero, or not finite",
+            code="attribute.zero_gradients",
+            found=f"a mean squared norm of {diagonal}",
+            fix="Capture a model that still has something to learn, or other layers.",
+        )
+    return float(damping * diagonal)

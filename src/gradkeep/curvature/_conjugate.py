@@ -19,10 +19,9 @@ from gradkeep.curvature._cholesky import (
 )
 from gradkeep.curvature._row_parts import weighted_part
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.factors._cost import FLOPS, ProductSize
 from gradkeep.query import along, dot
 from gradkeep.query._engine import GradientPair, ProductEngine, stream_shares
-from gradkeep.query._planner import choose_compute
+from gradkeep.query._planner import FLOPS, ProductSize, choose_compute
 from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
@@ -303,8 +302,6 @@ def cheapest_products(
 
 ARRAYS = 10
 """Arrays of N numbers per right-hand side while it is solved."""
-STEPS = 200
-"""Limit of steps; more are a sign of a damping that is far too small."""
 
 
 @dataclass(slots=True, eq=False)
@@ -341,12 +338,13 @@ class ConjugateSolver:
         def report(steps: int, residual: float) -> None:
             kernel.report(f"step {steps}, residual {residual:.1e} for {right.shape[1]} queries")
 
+        # More than 200 steps are a sign of a damping that is far too small.
         solved = block_conjugate_gradients(
             product,
             right,
             self.preconditioner,
             tolerance=self.tolerance,
-            max_steps=STEPS,
+            max_steps=200,
             report=report,
         )
         self.worst.append(Solution("", solved.steps, solved.residual))

@@ -10,7 +10,7 @@ from torch.nn import functional
 from gradkeep.curvature._basis import MatrixBasis
 from gradkeep.curvature._moments import scaled_suffixes
 from gradkeep.factors._arithmetic import CACHED, tiles
-from gradkeep.factors._form import Parameter
+from gradkeep.factors._form import Parameter, has_factors
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 
@@ -34,7 +34,7 @@ def coordinates(
 
     From factors T (R^2 + C^2 + R C) products per row; other rows are restored and rotated.
     """
-    if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
+    if isinstance(basis, MatrixBasis) and has_factors(form) and form.kind in _COORDINATES:
         yield from _COORDINATES[form.kind](basis, form, rows, slopes)
     else:
         yield from _of_restored(basis, form, rows, slopes)
@@ -132,7 +132,7 @@ def coordinate_squares(
     With one position per row, (L^T g)^2 (R^T x)^2 is summed by one product; else the coordinates of every row are
     computed. They, or their two factors, are also written into `keep` `[B, size]` if it is given.
     """
-    by_sides = form.factored and form.kind in _SQUARES and isinstance(basis, MatrixBasis)
+    by_sides = has_factors(form) and form.kind in _SQUARES and isinstance(basis, MatrixBasis)
     if by_sides and not isinstance(keep, torch.Tensor):
         direct = _SQUARES[form.kind](basis, form, rows, slopes, keep)
         if direct is not None:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from gradkeep.curvature._cholesky import cholesky
+from gradkeep.curvature._cholesky import (
+    cholesky,
+    relative_damping,
+)
 from gradkeep.curvature._sketches import require_room
-from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import squared, squared_lengths
 
 if TYPE_CHECKING:
@@ -87,25 +89,6 @@ def mean_square(features: StreamedRows, weight: Tensor) -> float:
         for ids in row_blocks(features.count)
     ]
     return float(torch.cat(squares).mean())
-
-
-def relative_damping(damping: float | str, diagonal: float, *, name: str) -> float:
-    """Return the damping times a mean diagonal; raise unless both are positive."""
-    if isinstance(damping, str) or not damping > 0:
-        raise AttributionError(
-            f"{name} must be positive, or a singular matrix would be inverted",
-            code="attribute.damping",
-            found=damping,
-            fix=f"Leave out {name}= for 1 x the mean diagonal.",
-        )
-    if not diagonal > 0:
-        raise AttributionError(
-            "the gradients of the training rows are all zero, or not finite",
-            code="attribute.zero_gradients",
-            found=f"a mean squared norm of {diagonal}",
-            fix="Capture a model that still has something to learn, or other layers.",
-        )
-    return float(damping * diagonal)
 
 
 class StreamedRows(Protocol):

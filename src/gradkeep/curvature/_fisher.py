@@ -13,10 +13,10 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.curvature._basis import MatrixBasis, VectorBasis, eigen_side
 from gradkeep.curvature._coordinates import coordinate_squares
 from gradkeep.curvature._eigen_influence import empty_rows, room_for_rows
-from gradkeep.curvature._moments import MatrixMoments, VectorMoments, matrix_moments
+from gradkeep.curvature._moments import MatrixMoments, StoredMoments, VectorMoments, matrix_moments
 from gradkeep.curvature._row_parts import held_rows, joined, row_parts
-from gradkeep.curvature._stored_moments import StoredMoments
 from gradkeep.errors import AttributionError
+from gradkeep.factors._dense import Dense
 from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
 from gradkeep.query._engine import DEFAULT_BUDGET
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from gradkeep.curvature._basis import Basis, EigenSide
+    from gradkeep.curvature._moments import SideMoments
     from gradkeep.curvature._row_parts import RowPart
-    from gradkeep.curvature._stored_moments import SideMoments
     from gradkeep.factors._form import AnyForm
     from gradkeep.factors._weights import WeightBlock
     from gradkeep.query import Gradients
@@ -174,7 +174,7 @@ class FisherFit:
         dense = [
             name
             for name, form in gradients.forms.items()
-            if form.storage == "dense" and any(len(part.shape) > 1 for part in form.parameters)
+            if isinstance(form, Dense) and any(len(part.shape) > 1 for part in form.parameters)
         ]
         stored = StoredMoments.of(gradients) if dense else None
         self._known = (

@@ -20,7 +20,8 @@ from gradkeep.curvature._sketches import (
 )
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import CACHED, Spans, row_of, tiles
-from gradkeep.factors._form import widened
+from gradkeep.factors._convolution import Convolution
+from gradkeep.factors._form import FactoredForm, widened
 from gradkeep.query._engine import stream_shares
 
 if TYPE_CHECKING:
@@ -287,15 +288,15 @@ def _add_products(
     scratch: int,
 ) -> bool:
     """Add outer products without restoring them; False if there are none or restoring is cheaper."""
-    products = form.outer_products(rows, scratch=scratch)
-    if products is None:
+    if not isinstance(form, FactoredForm):
         return False
     weight = form.parameters[0]
     sides = sketch.sides(weight.name, weight.shape)
-    chosen = method or sides.choose_method(
-        form.count_outer_products(rows), patches=form.kind == "conv"
-    )
-    for part in products:
+    # Each group of a convolution has its own patches.
+    groups = form.groups if isinstance(form, Convolution) else 1
+    count = rows.positions / max(1, len(rows)) * groups
+    chosen = method or sides.choose_method(count, patches=form.kind == "conv")
+    for part in form.outer_products(rows, scratch=scratch):
         if part.ids is not None:
             _add_tokens(sides, into, part, scratch)
             continue

@@ -10,6 +10,7 @@ import torch
 
 from gradkeep.factors._arithmetic import RESTORED
 from gradkeep.factors._convolution import ConvolutionRows
+from gradkeep.factors._form import has_factors, restored_tiles
 from gradkeep.factors._outer import OuterRows
 from gradkeep.query._engine import stream_shares
 
@@ -79,7 +80,7 @@ def held_rows(
 
 def joined(form: AnyForm, parts: Iterable[RowPart]) -> Iterator[RowPart]:
     """Join rows into parts of some thousand positions: products of few are slow."""
-    if not form.factored or form.kind not in _JOINED:
+    if not has_factors(form) or form.kind not in _JOINED:
         yield from parts
         return
     few: list[RowPart] = []
@@ -132,11 +133,11 @@ def weighted(
 def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
     """Return sums `[K, P]` of the gradients of some rows with the weights `shares` `[K, B]`."""
     # With many positions a sum costs as much as restoring all rows, so restore them once.
-    shared = form.factored and not form.sparse and rows.positions > len(rows)
+    shared = has_factors(form) and not form.sparse and rows.positions > len(rows)
     if len(shares) == 1 or not shared:
         return form.weighted_sum(rows, shares)
     out = shares.new_zeros(len(shares), form.restored_size)
-    for start, stop, dense in form.restored_tiles(rows, RESTORED):
+    for start, stop, dense in restored_tiles(form, rows, RESTORED):
         out.addmm_(shares[:, start:stop], dense)
         del dense  # before the next is made
     return out

@@ -13,6 +13,7 @@ from gradkeep.curvature._project import tiling
 from gradkeep.curvature._sketches import require_finite, whole
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import CACHED, pad, tiles
+from gradkeep.factors._form import FactoredForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,14 +156,13 @@ def _layer(maps: _Maps, form: AnyForm, rows: GradientRows, scratch: int) -> Tens
     parameters = form.restored_parameters
     if not len(rows):
         return torch.empty(0, maps.projection.width(parameters))
-    products = form.outer_products(rows, scratch=scratch)
-    if products is None:
+    if not isinstance(form, FactoredForm):
         return _restored(maps, form, rows, scratch)
     weights = _weights(parameters)
     like, sizes = rows.example, maps.projection
     high, wide = min(sizes.rows, weights[0].rows), min(sizes.cols, weights[0].cols)
     projected = like.new_zeros(len(rows), high, wide)
-    for part in products:
+    for part in form.outer_products(rows, scratch=scratch):
         projected[part.start : part.start + len(part.spans)] += _products(maps, weights[0], part)
     bias = form.bias_gradients(rows)
     parts = [_with_bias(maps, weights[0], projected, bias).flatten(1)]

@@ -18,13 +18,6 @@ CACHED = 1 << 21
 """Bytes of a temporary that several operators read: what stays in the cache."""
 RESTORED = 1 << 26
 """Bytes of restored gradients: enough rows for a fast matrix product."""
-_PIECE = 1 << 16
-_SHORT_PIECE = 1 << 11
-_FEW = 1 << 12
-"""With fewer products at once, the library sums each of them without blocks."""
-_BANDS, _LEAST, _MOST = 4, 64, 192
-"""Number of bands of a product, and rows of a band: more bands skip more of the mirrored half, but
-products of few rows are slow."""
 
 
 def tiles(count: int, values: int, itemsize: int, scratch: int) -> Iterator[tuple[int, int]]:
@@ -57,7 +50,8 @@ def pairwise(one: Tensor, other: Tensor) -> Tensor:
 
     Long rows are summed in pieces: one sum over millions of values loses a digit of float32.
     """
-    piece = _SHORT_PIECE if len(one) * len(other) < _FEW else _PIECE
+    # With fewer than 4096 products at once, the library sums each of them without blocks.
+    piece = 1 << 11 if len(one) * len(other) < 4096 else 1 << 16
     out = one[:, :piece] @ other[:, :piece].t()
     for start in range(piece, one.shape[1], piece):
         out += one[:, start : start + piece] @ other[:, start : start + piece].t()
@@ -72,7 +66,9 @@ def squared(values: Tensor) -> Tensor:
     """
     size = values.shape[1]
     # Products whose sides are multiples of 16 are up to twice as fast.
-    step = min(_MOST, max(_LEAST, math.ceil(size / _BANDS / 16) * 16))
+    # Four bands of 64 to 192 rows: more bands skip more of the mirrored half, but products of few
+    # rows are slow.
+    step = min(192, max(64, math.ceil(size / 4 / 16) * 16))
     if size <= step:
         return values.t() @ values
     out = values.new_empty(size, size)

@@ -12,14 +12,7 @@ from torch.nn import functional
 from gradkeep._arguments import one_of
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import CACHED, pairwise, squared_lengths, tiles
-from gradkeep.factors._cost import (
-    WRITE,
-    Cost,
-    ProductSize,
-    elementwise,
-    matrix_product,
-)
-from gradkeep.factors._form import ArrayRole, Compute, Form, GradientRows, Parameter, Storage
+from gradkeep.factors._form import Compute, Form, GradientRows, Parameter, check_rows
 from gradkeep.factors._weights import WeightBlock, WeightVector
 
 if TYPE_CHECKING:
@@ -57,6 +50,13 @@ class BitRows(GradientRows):
         scales = None if self.scales is None else self.scales[start:stop]
         return BitRows(self.codes[start:stop], scales)
 
+    @classmethod
+    def stacked(cls, parts: Sequence[Any]) -> BitRows:
+        """Concatenate the codes and scales of all parts."""
+        scales = [part.scales for part in parts if part.scales is not None]
+        codes = torch.cat([part.codes for part in parts])
+        return cls(codes, torch.cat(scales) if scales else None)
+
 
 @dataclass(frozen=True, slots=True)
 class Bits(Form[BitRows]):
@@ -70,8 +70,6 @@ class Bits(Form[BitRows]):
     kind: ClassVar[str] = "bits"
     computes: ClassVar[tuple[Compute, ...]] = ("dense",)
     rows_type: ClassVar[type[Any]] = BitRows
-    storage: ClassVar[Storage] = "coordinates"
-    exact: ClassVar[bool] = False
     parameters: tuple[Parameter, ...]
     codes: str
     scale: str
@@ -117,11 +115,6 @@ class Bits(Form[BitRows]):
         white = "whitened " if self.whitened else ""
         return f"{white}coordinates, {describe_bits(self.bits, self.group)}"
 
-    @property
-    def repeated_error(self) -> float:
-        """Relative error of recomputed rows: coordinates near a bound between levels may cross it."""
-        return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01) if not self.group else 0.2
-
     def read(self, source: ArraySource) -> BitRows:
         """The rows that arrays hold."""
         scales = source.tensor(self.scale) if self.scale else None
@@ -133,18 +126,13 @@ class Bits(Form[BitRows]):
             return {self.codes: rows.codes}
         return {self.codes: rows.codes, self.scale: rows.scales}
 
-    def role(self, array: str) -> ArrayRole:
-        """Return what the arrays hold."""
-        del array
-        return "projection"
-
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """The coordinates, as one vector."""
         return (WeightVector(self.size),)
 
     def restore(self, rows: BitRows) -> Tensor:
         """Decode the coordinates `[B, size]`."""
-        self.check_rows(rows)
+        check_rows(self, rows)
         if rows.scales is None:
             return rows.codes
         if self.group:
@@ -204,7 +192,7 @@ class Bits(Form[BitRows]):
 
         A quarter of the time of float32 if the processor multiplies bytes.
         """
-        self.check_rows(rows)
+        check_rows(self, rows)
         if rows.scales is None or self.group or not len(rows):
             return self.half(rows, directions, scratch=scratch)
         steps = directions.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
@@ -216,44 +204,10 @@ class Bits(Form[BitRows]):
         whole = rounded.sum(0, dtype=torch.int64).unsqueeze(1)
         return out.mul_(step).add_(first * whole).mul_(steps).mul_(rows.scales.to(out.dtype))
 
-    @property
-    def tabled(self) -> bool:
-        """True if bytes of groups are looked up."""
-        return bool(self.group)
-
-    def chained(self, parts: Sequence[BitRows]) -> BitRows:
-        """Concatenate the codes and scales of all parts."""
-        scales = [part.scales for part in parts if part.scales is not None]
-        codes = torch.cat([part.codes for part in parts])
-        return BitRows(codes, torch.cat(scales) if scales else None)
-
     def temporaries(self, rows: BitRows) -> int:
         """Values of the temporaries of a row while it is decoded."""
         del rows
         return self.size // 4
-
-    def same_layout(self, other: Form[Any]) -> bool:
-        """Return True if both are coordinates in the same basis, rounded alike or not at all."""
-        if not isinstance(other, Bits) or (self.basis, self.size) != (other.basis, other.size):
-            return False
-        if other.bits not in PACKED and not other.group:
-            return True
-        return (self.bits, self.group) == (other.bits, other.group)
-
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of one matrix product, and of unpacking codes."""
-        del compute
-        unpacked = elementwise(load.n_train * self.size, WRITE)
-        return matrix_product(load.n_query, load.n_train, self.size) + unpacked
-
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of one matrix product, and of unpacking codes."""
-        return self.products_cost(load, "dense")
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of writing all values."""
-        del positions
-        return elementwise(rows * self.size, WRITE)
 
     def _table_products(self, rows: BitRows, directions: Tensor) -> Tensor:
         """Return products `[K, B]`: the value of each byte is looked up in a table `[256, K]` of its group.

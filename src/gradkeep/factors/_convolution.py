@@ -1,4 +1,10 @@
-"""Convolutions: sums over taps of products of shifted pixels and positions."""
+"""Convolutions: sums over taps of products of shifted pixels and positions.
+
+Gradients of kernels are computed by torch's own backward pass, for a batch or for every row. For every row it is
+one call as well: a batch of B images is one image with B groups, whose kernels' gradients are those of the rows.
+If channels fill the processor's vectors that costs little more than the gradient of the batch, and no patches are
+built.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
-from gradkeep.factors._cost import (
-    FLOPS,
-    FOLD,
-    RUN,
-    TOUCH,
-    TURN,
-    VALUE,
-    WRITE,
-    Cost,
-    ProductSize,
-    batched_products,
-    calls,
-    elementwise,
-    matrix_product,
-    temporaries,
-)
-from gradkeep.factors._form import Compute, Form, GradientRows, OuterProducts, Parameter
-from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
-from gradkeep.factors._outer import Outer, OuterRows, linear_cost
+from gradkeep.factors._form import Compute, FactoredForm, GradientRows, OuterProducts, Parameter
+from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._pixel_gram import (
-    gram_tile,
     norm_passes,
-    phase_pixels,
-    phases,
     pixel_gram,
     pixel_norms,
 )
@@ -46,6 +32,10 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_LANES = 8
+_HALF_LARGE, _MANY = 96 << 10, 16
+"""Bytes of a kernel above which patches are as fast unless positions are this many times its
+taps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +61,7 @@ class ConvolutionRows(GradientRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution(Form[ConvolutionRows]):
+class Convolution(FactoredForm[ConvolutionRows]):
     """Convolutions: `W[d, c, a]` = sum over i of `narrow[d, i] * wide[c, stride*i + dilation*a - padding]`.
 
     For a convolution the wide array is the input `[C, *size]` and the narrow one the output's gradient `[D, *out]`;
@@ -81,7 +71,6 @@ class Convolution(Form[ConvolutionRows]):
 
     kind: ClassVar[str] = "conv"
     computes: ClassVar[tuple[Compute, ...]] = ("factored", "gram", "half", "restored")
-    factored: ClassVar[bool] = True
     rows_type: ClassVar[type[Any]] = ConvolutionRows
     parameters: tuple[Parameter, ...]
     wide: str
@@ -131,11 +120,6 @@ class Convolution(Form[ConvolutionRows]):
     def transposed(self) -> bool:
         """True for a transposed convolution, whose patches are those of the suffix."""
         return self.wide.endswith("suffix")
-
-    @property
-    def fixed_positions(self) -> float:
-        """T of every row."""
-        return float(self.positions)
 
     def as_outer(
         self, rows: ConvolutionRows, *, prefix: str, suffix: str
@@ -419,75 +403,79 @@ class Convolution(Form[ConvolutionRows]):
                 first = number * group.g.shape[1]
                 yield OuterProducts(start, group.x, group.spans, row_factor=group.g, first=first)
 
-    def count_outer_products(self, rows: ConvolutionRows) -> float:
-        """Return T per group, each of which has its own patches."""
-        del rows
-        return float(self.positions * self.groups)
-
     def bias_gradients(self, rows: ConvolutionRows) -> Tensor | None:
         """Return `[B, D]` or, for a transposed convolution, `[B, C]`; None without a bias."""
         return None if self.bias is None else self._sums(rows)
 
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of patches as of a linear layer, or of the products of all pixels."""
-        return self._gram_cost(load) if compute == "gram" else self._factored_cost(load)
 
-    def _factored_cost(self, load: ProductSize) -> Cost:
-        """Cost of building the patches of both sides, and of one linear layer for each group."""
-        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
-        each = (self.channels * self.taps + self.filters) * self.positions
-        fit = max(1, load.scratch // 6 // (each * VALUE))
-        laid_out = load.n_query + load.n_train * math.ceil(load.n_query / fit)
-        patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.kernel[-1])
-        cost = Cost(laid_out * (patches + self.filters * self.positions * TURN))
-        cost += temporaries(2 * each * (min(fit, load.n_query) + min(fit, load.n_train)))
-        one = replace(
-            load, t_query=self.positions, t_train=self.positions, scratch=load.scratch // 3
+def kernel_gradient(form: Convolution, image: Tensor, narrow: Tensor) -> Tensor:
+    """Return the gradient `[D, C / groups, *kernel]` of padded images and their narrow arrays."""
+    axes = len(form.size)
+    return _backward(form, image, narrow, form.groups, [0] * axes)
+
+
+def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
+    """Return True if computing the kernels of all rows at once is faster than patches.
+
+    The choice depends on the shape alone, so that a resumed capture stores the same bytes.
+    """
+    channels, filters = form.channels, form.filters
+    many = form.positions >= _MANY * form.taps
+    # Fewer than 8 channels do not fill vectors; for kernels of more bytes patches are as fast.
+    return (
+        len(form.size) == 2
+        and form.groups == 1
+        and min(channels, filters) >= 8
+        and channels % _LANES == filters % _LANES == 0
+        and 4 * form.weight_size <= (160 << 10 if many else _HALF_LARGE)
+        and form.positions >= 2 * form.taps
+        and rows.wide.device.type == "cpu"
+        and rows.wide.dtype == rows.narrow.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def row_gradients(form: Convolution, rows: ConvolutionRows, into: Tensor) -> None:
+    """Write the kernel's gradient of each row into `[B, D * C * taps]`.
+
+    2 T D C taps operations per row.
+    """
+    sizes = zip(form.size, form.padding, form.reach, strict=True)
+    plain = all(
+        size + 2 * zeros - length in range(step)
+        for (size, zeros, length), step in zip(sizes, form.stride, strict=True)
+    )  # torch pads both sides equally
+    # Bytes of kernels that one call writes: more leave the cache.
+    for start, stop in tiles(len(rows), form.weight_size, 4, 1 << 20):
+        wide, narrow = rows.wide[start:stop], rows.narrow[start:stop]
+        wide = wide if plain else form.padded(wide)
+        count = stop - start
+        gradients = _backward(
+            form,
+            wide.reshape(1, count * form.channels, *wide.shape[2:]),
+            narrow.reshape(1, count * form.filters, *form.out),
+            count,
+            list(form.padding) if plain else [0, 0],
         )
-        return cost + linear_cost(inner, outer, one) * self.groups
+        into[start:stop] = gradients.view(count, form.weight_size)
 
-    def _gram_cost(self, load: ProductSize) -> Cost:
-        """Cost of copying pixels, the products of all pairs, and their sums along the kernel."""
-        groups, length = self.groups, self.positions
-        high, wide = gram_tile(
-            self, load.n_query, load.n_train, itemsize=VALUE, scratch=load.scratch
-        )
-        rounds = math.ceil(load.n_train / wide)
-        count = rounds * math.ceil(load.n_query / high) * groups
-        each = self.channels * math.prod(self.size) + self.filters * length
-        meetings = load.n_train * load.n_query * groups
-        touch = TOUCH + RUN / (wide * self.out[-1])
-        cost = Cost((load.n_train + load.n_query * rounds) * each * TURN)
-        cost += matrix_product(high * length, wide * length, self.filters / groups) * count
-        for which, shifts in phases(self):
-            size = [len(range(*part.indices(n))) for part, n in zip(which, self.size, strict=True)]
-            area = math.prod(size)
-            cost += matrix_product(high * area, wide * area, self.channels / groups) * count
-            for axis, taps in enumerate(shifts):
-                size[axis] = self.out[axis]
-                cost += elementwise(meetings * math.prod(size) ** 2 * len(taps), touch)
-                cost += calls(count * len(taps) * 6)
-        cost += elementwise(meetings * length**2, touch + FOLD) + calls(count * 12)
-        pixels = max(phase_pixels(self), length) ** 2
-        return cost + temporaries(4 * pixels * high * wide + 2 * each * (high + wide))
 
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of each query's weight as the kernel of a convolution, one pass and a sum."""
-        results = load.n_query * load.n_train * self.filters * self.positions
-        channels = self.channels // self.groups
-        flops = 2.0 * results * channels * self.taps
-        # Few channels fill few lanes of the processor.
-        rate = 0.85 * FLOPS * channels / (channels + 3)
-        tile = max(min(load.scratch // 4, CACHED) // VALUE, self.filters * self.positions)
-        cost = Cost(flops / rate + results * (WRITE + TOUCH + FOLD), flops)
-        cost += elementwise(load.n_train * self.channels * math.prod(self.size), WRITE)
-        return cost + temporaries(2 * min(tile, results)) + calls(20 * math.ceil(results / tile))
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of the patches of these rows, times the narrow array."""
-        del positions
-        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
-        patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.out[-1])
-        cost = Cost(rows * (patches + self.channels * math.prod(self.size) * WRITE))
-        cost += batched_products(rows * self.groups, outer, inner, self.positions)
-        return cost + calls(12)
+def _backward(
+    form: Convolution, image: Tensor, narrow: Tensor, groups: int, padding: list[int]
+) -> Tensor:
+    shape = (narrow.shape[1], image.shape[1] // groups, *form.kernel)
+    gradients = torch.ops.aten.convolution_backward(
+        narrow,
+        image,
+        narrow.new_empty(1).expand(shape),
+        None,
+        form.stride,
+        padding,
+        form.dilation,
+        False,
+        [0] * len(form.size),
+        groups,
+        (False, True, False),
+    )
+    weight: Tensor = gradients[1]
+    return weight

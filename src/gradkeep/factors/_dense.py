@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradkeep.factors._arithmetic import pairwise, squared_lengths
-from gradkeep.factors._cost import Cost, ProductSize, matrix_product
-from gradkeep.factors._form import ArrayRole, Compute, Form, GradientRows, Parameter, Storage
+from gradkeep.factors._form import Compute, Form, GradientRows, Parameter, check_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class Dense(Form[DenseRows]):
     kind: ClassVar[str] = "dense"
     computes: ClassVar[tuple[Compute, ...]] = ("dense",)
     rows_type: ClassVar[type[Any]] = DenseRows
-    storage: ClassVar[Storage] = "dense"
     parameters: tuple[Parameter, ...]
     gradient: str
     size: int
@@ -66,11 +64,6 @@ class Dense(Form[DenseRows]):
         return self.parameters
 
     @property
-    def exact(self) -> bool:
-        """True if it is the gradient itself."""
-        return not self.sketch
-
-    @property
     def approximate(self) -> str | None:
         """Description of the sketch, if it is one."""
         return f"random projections of {self.size} numbers" if self.sketch else None
@@ -82,11 +75,6 @@ class Dense(Form[DenseRows]):
     def tensors(self, rows: DenseRows) -> dict[str, Tensor]:
         """Return the gradients by the name of their array."""
         return {self.gradient: rows.values}
-
-    def role(self, array: str) -> ArrayRole:
-        """Return what the array holds."""
-        del array
-        return "projection" if self.sketch else "gradient"
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return weights with the biases that follow them, and vectors; small gradients as one vector."""
@@ -109,7 +97,7 @@ class Dense(Form[DenseRows]):
 
     def restore(self, rows: DenseRows) -> Tensor:
         """Return the gradients `[B, P]` themselves."""
-        self.check_rows(rows)
+        check_rows(self, rows)
         return rows.values
 
     def squared_norms(self, rows: DenseRows) -> Tensor:
@@ -131,21 +119,3 @@ class Dense(Form[DenseRows]):
         """Return products with dense directions, `[K, P] @ [P, B]`."""
         del scratch
         return pairwise(directions, rows.values)
-
-    def same_layout(self, other: Form[Any]) -> bool:
-        """Return True if both are stored whole."""
-        return isinstance(other, Dense)
-
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of one matrix product."""
-        del compute
-        return matrix_product(load.n_query, load.n_train, self.gradient_size)
-
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of one matrix product."""
-        return self.products_cost(load, "dense")
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Return zero cost."""
-        del rows, positions
-        return Cost()

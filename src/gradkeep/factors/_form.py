@@ -23,13 +23,11 @@ from gradkeep.errors import GradkeepError, QueryError
 from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
     from gradkeep.factors._arithmetic import Spans
-    from gradkeep.factors._cost import Cost, ProductSize
-    from gradkeep.factors._outer import Outer, OuterRows
     from gradkeep.factors._weights import WeightBlock
 
 Compute = Literal["factored", "gram", "half", "restored", "dense"]
@@ -37,7 +35,6 @@ Compute = Literal["factored", "gram", "half", "restored", "dense"]
 Storage = Literal["factors", "dense", "low rank", "coordinates"]
 """How a layer is stored: its factors, the gradient itself, fewer positions than it had, or a few
 coordinates in a basis."""
-ArrayRole = Literal["prefix", "suffix", "gradient", "projection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +143,10 @@ R = TypeVar("R", bound=GradientRows)
 
 
 class Form(Protocol[R]):
-    """Form of one layer's stored per-sample gradients, with all operations on them.
+    """Form of one layer's stored per-sample gradients, and the algebra on them.
 
-    Methods take rows and return tensors in the dtype of the rows; nothing is read or written here.
+    Methods take rows and return tensors in the dtype of the rows; nothing is read or written here. Members with a
+    body are defaults.
     """
 
     kind: ClassVar[str]
@@ -156,9 +154,10 @@ class Form(Protocol[R]):
     computes: ClassVar[tuple[Compute, ...]]
     """Ways in which its products can be computed."""
     rows_type: ClassVar[type[Any]]
+    """Class of its rows."""
+    sparse: ClassVar[bool] = False
+    """True if a restored row is mostly zeros."""
     parameters: tuple[Parameter, ...]
-
-    # Description.
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -179,68 +178,9 @@ class Form(Protocol[R]):
         return self.parameters
 
     @property
-    def exact(self) -> bool:
-        """True if restored rows are the gradients, up to rounding."""
-        return True
-
-    @property
     def approximate(self) -> str | None:
         """Description of what is stored instead of the gradient; None for the gradient itself."""
         return None
-
-    @property
-    def basis(self) -> str | None:
-        """Fingerprint of the basis that rows are coordinates in; None for gradients."""
-        return None
-
-    @property
-    def repeated_error(self) -> float:
-        """Relative error of a row that is computed a second time."""
-        return 0.0
-
-    @property
-    def whitened(self) -> bool:
-        """True if products are those of whitened gradients: influence, not inner products."""
-        return False
-
-    @property
-    def factored(self) -> bool:
-        """True if prefixes and suffixes are stored unchanged."""
-        return False
-
-    @property
-    def sparse(self) -> bool:
-        """True if a restored row is mostly zeros."""
-        return False
-
-    @property
-    def storage(self) -> Storage:
-        """How a layer is stored."""
-        return "factors"
-
-    @property
-    def prefix_array(self) -> str | None:
-        """Array of the prefix, if layers that read the same input can share it."""
-        return None
-
-    @property
-    def places_array(self) -> str | None:
-        """Array of the token of every stored position, if a capture has it."""
-        return None
-
-    def with_prefix(self, array: str) -> Self:
-        """Return the form with the prefix in another array."""
-        raise AssertionError(f"{self.kind} has no prefix to share with {array}")
-
-    def as_outer(self, rows: R, *, prefix: str, suffix: str) -> tuple[Outer, OuterRows] | None:
-        """Return the gradients as those of a linear layer with several positions per row, if possible."""
-        del rows, prefix, suffix
-        return None
-
-    @property
-    def fixed_positions(self) -> float:
-        """Positions of every row, if all rows have arrays of one shape."""
-        return 1.0
 
     def read(self, source: ArraySource) -> R:
         """Read rows from arrays, without copying."""
@@ -253,14 +193,8 @@ class Form(Protocol[R]):
         del rows, array
         return None
 
-    def role(self, array: str) -> ArrayRole:
-        """Return what an array holds."""
-        return "suffix" if array.endswith("suffix") else "prefix"
-
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return the matrices and vectors of a restored gradient."""
-
-    # Operations.
 
     def restore(self, rows: R) -> Tensor:
         """Return the gradients `[B, P]`: the parameters in order, each flattened."""
@@ -297,7 +231,7 @@ class Form(Protocol[R]):
             col_vectors.shape[2],
             dtype=row_vectors.dtype,
         )
-        for start, stop, dense in self.restored_tiles(rows, RESTORED):
+        for start, stop, dense in restored_tiles(self, rows, RESTORED):
             taken = block.matrices(dense).to(row_vectors.dtype)
             for group, into in enumerate(out[start:stop].unbind(1)):
                 # One large product per side for all rows, not a small one per row.
@@ -306,174 +240,138 @@ class Form(Protocol[R]):
             del dense, taken  # free it before the next one
         return out
 
-    def outer_products(self, rows: R, *, scratch: int) -> Iterator[OuterProducts] | None:
-        """Return the gradients of the first parameter as sums of outer products; None if there are none."""
-        del rows, scratch
-        return None
-
-    def count_outer_products(self, rows: R) -> float:
-        """Return the mean number of outer products per row."""
-        return rows.positions / max(1, len(rows))
-
-    @property
-    def tabled(self) -> bool:
-        """True if products begin with tables of the queries, which pay off for many rows at once."""
-        return False
-
-    def chained(self, parts: Sequence[R]) -> R:
-        """Concatenate rows."""
-        if len(parts) != 1:
-            raise QueryError(
-                "rows of this form cannot be concatenated",
-                code="query.not_chained",
-                found=self.kind,
-            )
-        return parts[0]
-
-    def bias_gradients(self, rows: R) -> Tensor | None:
-        """Return the gradients of the bias `[B, d]`, if `outer_products` does not include it."""
-        del rows
-        return None
-
     def weighted_squares(self, rows: R, weights: Tensor) -> Tensor:
         """Return weighted sums of squared gradient entries, weights `[K, B]` -> `[K, P]`."""
         out = weights.new_zeros(len(weights), self.restored_size)
-        for start, stop, dense in self.restored_tiles(rows, RESTORED):
+        for start, stop, dense in restored_tiles(self, rows, RESTORED):
             out.addmm_(weights[:, start:stop], (dense * dense).to(out.dtype))
             del dense  # free it before the next one
         return out
 
-    def dot(self, queries: R, train: R, *, compute: Compute, scratch: int) -> Tensor:
-        """Return inner products of gradients `[Q, N]`, with about `scratch` bytes of temporaries.
 
-        - `factored`: from products of prefixes and of suffixes;
-        - `gram`: for convolutions, from products of pixels;
-        - `half`: queries are restored, and multiplied with the factors of the others;
-        - `restored`: both are restored;
-        - `dense`: for gradients that are stored as they are.
+class FactoredForm(Form[R]):
+    """Form whose rows are factors of the gradient of a weight."""
 
-        All give the same numbers up to rounding.
+    __slots__ = ()
 
-        >>> import torch
-        >>> from gradkeep.factors._outer import Outer, OuterRows
-        >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
-        >>> rows = OuterRows(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0], [1.0]]))
-        >>> form.dot(rows, rows, compute="factored", scratch=1 << 20)
-        tensor([[45.,  6.],
-                [ 6.,  1.]])
-        """
-        self.check_rows(queries, train)
-        if compute not in self.computes:
-            raise QueryError(
-                f"products of gradients stored as {self.kind!r} cannot be computed this way",
-                code="query.compute",
-                found=compute,
-                expected=f"one of {', '.join(self.computes)}",
-                fix="Leave out compute= to let the planner choose.",
-            )
-        if compute not in ("half", "restored"):
-            return self.products(queries, train, compute, scratch=scratch)
-        like = train.example
-        out = like.new_empty(len(queries), len(train))
-        size = self.gradient_size
-        parts = list(tiles(len(queries), size, like.element_size(), scratch // 2))
-        space = like.new_empty(parts[0][1] if parts else 0, size)
-        for start, stop in parts:
-            directions = space[: stop - start]
-            some = queries.take(start, stop)
-            for first, last, dense in self.restored_tiles(some, scratch // 2):
-                directions[first:last] = dense
-                del dense  # free it before the next one
-            out[start:stop] = self.along(train, directions, scratch=scratch // 2, compute=compute)
-        return out
+    @property
+    def unchanged(self) -> bool:
+        """True if prefixes and suffixes are stored as they were."""
+        return True
 
-    def along(
-        self, rows: R, directions: Tensor, *, scratch: int, compute: Compute | None = None
-    ) -> Tensor:
-        """Return products of gradients with dense directions `[K, P]`, as `[K, B]`.
+    def outer_products(self, rows: R, *, scratch: int) -> Iterator[OuterProducts]:
+        """Yield the gradients of the first parameter as sums of outer products."""
+        raise NotImplementedError
 
-        `half` multiplies the directions with the factors, `restored` restores the rows; by default the cheaper one,
-        which is `half` for few directions or few positions.
-        """
-        self.check_rows(rows)
-        if compute is None:
-            compute = "half" if self._half_is_less(rows, len(directions)) else "restored"
-        if compute == "half":
-            return self.half(rows, directions, scratch=scratch)
-        out = directions.new_empty(len(directions), len(rows))
-        for start, stop, dense in self.restored_tiles(rows, scratch):
-            out[:, start:stop] = pairwise(directions, dense)
-            del dense  # free it before the next one
-        return out
-
-    def sketched(self, rows: R, directions: Tensor, *, scratch: int) -> Tensor:
-        """Compute `along` with an error of up to 1% of a row's norm, for codes that are rounded anyway."""
-        return self.along(rows, directions, scratch=scratch)
+    def bias_gradients(self, rows: R) -> Tensor | None:
+        """Return the gradients of the bias `[B, d]`, the second parameter; None without a bias."""
+        del rows
+        return None
 
     def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
-        """Return what each position adds to `along`, for each use of the weight; None without positions.
+        """Return what each position adds to `dot_directions`, for each use of the weight; None without positions.
 
         The sum over a row's positions and over all uses is its product with each of the dense directions `[K, P]`.
         """
         del rows, directions
         return None
 
-    def restored_tiles(self, rows: R, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield `(start, stop, gradients [stop - start, P])`, with about `scratch` bytes per tile."""
-        values = self.restored_size + self.temporaries(rows)
-        item = rows.example.element_size()
-        for start, stop in tiles(len(rows), values, item, min(scratch, RESTORED)):
-            yield start, stop, self.restore(rows.take(start, stop))
 
-    def check_rows(self, *parts: GradientRows) -> None:
-        """Raise unless the rows are of this form."""
-        for part in parts:
-            if not isinstance(part, self.rows_type):
-                raise QueryError(
-                    f"rows do not fit the form {self.kind!r}",
-                    code="query.rows_type",
-                    found=type(part).__name__,
-                    expected=self.rows_type.__name__,
-                    fix="Pass the form that the rows were read with.",
-                )
+def dot(form: Form[R], queries: R, train: R, *, compute: Compute, scratch: int) -> Tensor:
+    """Return inner products of gradients `[Q, N]`, with about `scratch` bytes of temporaries.
 
-    def _half_is_less(self, rows: R, directions: int) -> bool:
-        """Return True if K T products with a weight cost less than restoring it from T positions."""
-        if self.sparse or "restored" not in self.computes:
-            return True
+    - `factored`: from products of prefixes and of suffixes;
+    - `gram`: for convolutions, from products of pixels;
+    - `half`: queries are restored, and multiplied with the factors of the others;
+    - `restored`: both are restored;
+    - `dense`: for gradients that are stored as they are.
+
+    All give the same numbers up to rounding.
+
+    >>> import torch
+    >>> from gradkeep.factors._outer import Outer, OuterRows
+    >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
+    >>> rows = OuterRows(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0], [1.0]]))
+    >>> dot(form, rows, rows, compute="factored", scratch=1 << 20)
+    tensor([[45.,  6.],
+            [ 6.,  1.]])
+    """
+    check_rows(form, queries, train)
+    if compute not in form.computes:
+        raise QueryError(
+            f"products of gradients stored as {form.kind!r} cannot be computed this way",
+            code="query.compute",
+            found=compute,
+            expected=f"one of {', '.join(form.computes)}",
+            fix="Leave out compute= to let the planner choose.",
+        )
+    if compute not in ("half", "restored"):
+        return form.products(queries, train, compute, scratch=scratch)
+    like = train.example
+    out = like.new_empty(len(queries), len(train))
+    size = form.gradient_size
+    parts = list(tiles(len(queries), size, like.element_size(), scratch // 2))
+    space = like.new_empty(parts[0][1] if parts else 0, size)
+    for start, stop in parts:
+        directions = space[: stop - start]
+        some = queries.take(start, stop)
+        for first, last, dense in restored_tiles(form, some, scratch // 2):
+            directions[first:last] = dense
+            del dense  # free it before the next one
+        out[start:stop] = dot_directions(
+            form, train, directions, scratch=scratch // 2, compute=compute
+        )
+    return out
+
+
+def dot_directions(
+    form: Form[R], rows: R, directions: Tensor, *, scratch: int, compute: Compute | None = None
+) -> Tensor:
+    """Return products of gradients with dense directions `[K, P]`, as `[K, B]`.
+
+    `half` multiplies the directions with the factors, `restored` restores the rows; by default the cheaper one,
+    which is `half` for few directions or few positions.
+    """
+    check_rows(form, rows)
+    if compute is None and not form.sparse and "restored" in form.computes:
         positions = rows.positions / max(1, len(rows))
-        # Writing and reading one value of a restored gradient takes as long as 50 operations.
-        return directions * positions <= directions + positions + 50
+        # K T products with a weight, against restoring it from T positions. Writing and reading
+        # one value of a restored gradient takes as long as 50 operations.
+        count = len(directions)
+        compute = "half" if count * positions <= count + positions + 50 else "restored"
+    if compute != "restored":
+        return form.half(rows, directions, scratch=scratch)
+    out = directions.new_empty(len(directions), len(rows))
+    for start, stop, dense in restored_tiles(form, rows, scratch):
+        out[:, start:stop] = pairwise(directions, dense)
+        del dense  # free it before the next one
+    return out
 
-    # For the planner.
 
-    def same_layout(self, other: Form[Any]) -> bool:
-        """Return True if rows of both can be multiplied, whatever their arrays are called."""
-        return bool(self == other)
+def has_factors(form: AnyForm) -> bool:
+    """Return True if prefixes and suffixes are stored as they were."""
+    return isinstance(form, FactoredForm) and form.unchanged
 
-    def shared_prefix(self, other: Form[Any]) -> tuple[str, str] | None:
-        """Return the arrays that this form and the queries' read; layers with equal ones can be joined."""
-        del other
-        return None
 
-    def join(self, parts: Sequence[R]) -> R:
-        """Join rows of layers that share a prefix to those of one layer with all their outputs."""
-        (only,) = parts
-        return only
+def restored_tiles(form: Form[R], rows: R, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield `(start, stop, gradients [stop - start, P])`, with about `scratch` bytes per tile."""
+    values = form.restored_size + form.temporaries(rows)
+    item = rows.example.element_size()
+    for start, stop in tiles(len(rows), values, item, min(scratch, RESTORED)):
+        yield start, stop, form.restore(rows.take(start, stop))
 
-    def joined(self, rows: R) -> Form[R]:
-        """Return the form of joined rows."""
-        del rows
-        return self
 
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Return the cost of `products`."""
-
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Return the cost of `half`, with the queries as directions."""
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Return the cost of `restore` for this many rows and positions."""
+def check_rows(form: AnyForm, *parts: GradientRows) -> None:
+    """Raise unless the rows are of this form."""
+    for part in parts:
+        if not isinstance(part, form.rows_type):
+            raise QueryError(
+                f"rows do not fit the form {form.kind!r}",
+                code="query.rows_type",
+                found=type(part).__name__,
+                expected=form.rows_type.__name__,
+                fix="Pass the form that the rows were read with.",
+            )
 
 
 def form_to_fields(form: Form[Any]) -> dict[str, Any]:

@@ -19,21 +19,9 @@ from gradkeep.factors._arithmetic import (
     sum_columns,
     sum_rows,
 )
-from gradkeep.factors._cost import (
-    FOLD,
-    RUN,
-    TOUCH,
-    TURN,
-    WRITE,
-    Cost,
-    ProductSize,
-    calls,
-    elementwise,
-    matrix_product,
-)
 from gradkeep.factors._form import (
     Compute,
-    Form,
+    FactoredForm,
     GradientRows,
     OuterProducts,
     Parameter,
@@ -83,13 +71,12 @@ class LookupRows(GradientRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup(Form[LookupRows]):
+class Lookup(FactoredForm[LookupRows]):
     """Embeddings: `suffix[t]` is added to row `prefix[t]` of the gradient `[rows, width]`."""
 
     kind: ClassVar[str] = "lookup"
     computes: ClassVar[tuple[Compute, ...]] = ("factored", "half", "restored")
     rows_type: ClassVar[type[Any]] = LookupRows
-    factored: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     parameters: tuple[Parameter, ...]
     prefix: str
@@ -230,27 +217,6 @@ class Lookup(Form[LookupRows]):
         """Yield the row of the table that each token reads, times its suffix."""
         del scratch
         yield OuterProducts(0, rows.g, rows.spans, ids=rows.ids)
-
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of pairs of equal tokens, if words are as frequent as in natural text (Zipf)."""
-        del compute
-        ours, theirs = load.query_positions, load.train_positions
-        equal = min(1.0, 1.6 / (1 + math.log(self.rows)) ** 2)
-        pairs = ours * theirs * equal
-        cost = matrix_product(math.sqrt(pairs), math.sqrt(pairs), self.width)
-        cost += elementwise((ours + theirs) * 8 + pairs, TOUCH + RUN)
-        cost += elementwise((ours + theirs) * self.width, TOUCH + RUN / self.width)
-        return cost + calls(4 * min(self.rows, ours, theirs))
-
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of a gathered copy of the directions, one pass and a sum."""
-        values = load.n_query * load.train_positions * self.width
-        return elementwise(values, 2 * TURN + TOUCH + FOLD)
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of writing all values."""
-        del positions
-        return elementwise(rows * self.gradient_size, WRITE)
 
 
 class _SortedTokens:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,28 +22,13 @@ from gradkeep.factors._arithmetic import (
     sum_rows,
     tiles,
 )
-from gradkeep.factors._cost import (
-    FOLD,
-    RUN,
-    TOUCH,
-    VALUE,
-    WRITE,
-    Cost,
-    ProductSize,
-    batched_products,
-    calls,
-    elementwise,
-    matrix_product,
-    temporaries,
-)
 from gradkeep.factors._form import (
     Compute,
-    Form,
+    FactoredForm,
     GradientRows,
     OuterProducts,
     Parameter,
     PositionProducts,
-    Storage,
 )
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
@@ -52,9 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradkeep.factors._form import ArraySource
-
-_STEPS = 8
-"""Operators per tile that do almost nothing: slices, views, assignments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +89,7 @@ class OuterRows(GradientRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Outer(Form[OuterRows]):
+class Outer(FactoredForm[OuterRows]):
     """Linear layers: gradient `[d_out, d_in]` = suffix `[T, d_out]`^T @ prefix `[T, d_in]`.
 
     With `bias`, the gradient of the bias, the sum of the suffix over T, follows the weight's; it equals that of a
@@ -142,51 +123,15 @@ class Outer(Form[OuterRows]):
         return self.d_in * self.d_out + (self.d_out if self.bias else 0)
 
     @property
-    def exact(self) -> bool:
-        """True if no rank was cut."""
-        return self.error == 0
+    def unchanged(self) -> bool:
+        """True without a stored column of ones."""
+        return not self.ones
 
     @property
     def approximate(self) -> str | None:
         """Description of the cut, if any."""
         cut = f"gradients of cut rank, relative error at most {self.error:g}"
         return cut if self.error > 0 else None
-
-    @property
-    def repeated_error(self) -> float:
-        """Relative error of recomputed rows: another cut may err in the other direction."""
-        return 3 * self.error
-
-    @property
-    def factored(self) -> bool:
-        """True if prefixes and suffixes are stored unchanged."""
-        return not self.ones
-
-    @property
-    def storage(self) -> Storage:
-        """Factors, with all their positions or fewer."""
-        return "low rank" if self.error > 0 else "factors"
-
-    @property
-    def prefix_array(self) -> str | None:
-        """Array of the prefix."""
-        return self.prefix
-
-    @property
-    def places_array(self) -> str | None:
-        """Array of token places beside the prefix: layers that share it have the same positions."""
-        return f"{self.prefix}.places"
-
-    def with_prefix(self, array: str) -> Outer:
-        """Return the form with the prefix in another array."""
-        return replace(self, prefix=array)
-
-    def as_outer(
-        self, rows: OuterRows, *, prefix: str, suffix: str
-    ) -> tuple[Outer, OuterRows] | None:
-        """Return the form and rows themselves, if rows have several positions."""
-        del prefix, suffix
-        return None if rows.offsets is None else (self, rows)
 
     def read(self, source: ArraySource) -> OuterRows:
         """Read rows from arrays."""
@@ -252,7 +197,7 @@ class Outer(Form[OuterRows]):
         positions = rows.positions / max(1, len(rows))
         moved_first = positions * (high * r + wide * c + r * c)
         if positions * high * wide + r * wide * (high + c) < moved_first:
-            return Form.between(self, rows, block, row_vectors, col_vectors)
+            return FactoredForm.between(self, rows, block, row_vectors, col_vectors)
         x = rows.x @ col_vectors[0, : rows.x.shape[1]].to(rows.x.dtype)
         if self.bias and not self.ones:
             x += col_vectors[0, -1].to(x.dtype)
@@ -304,7 +249,7 @@ class Outer(Form[OuterRows]):
     def weighted_squares(self, rows: OuterRows, weights: Tensor) -> Tensor:
         """Return weighted sums of squared gradients `[K, P]`; from squares with one position per row."""
         if rows.spans.uniform != 1:
-            return Form.weighted_squares(self, rows, weights)
+            return FactoredForm.weighted_squares(self, rows, weights)
         return self.weighted_sum(OuterRows(rows.x.square(), rows.g.square()), weights)
 
     def half(self, rows: OuterRows, directions: Tensor, *, scratch: int) -> Tensor:
@@ -395,71 +340,6 @@ class Outer(Form[OuterRows]):
     def with_ones(self, x: Tensor) -> Tensor:
         """Append the column of ones that the bias reads to the prefix `[S, C]`."""
         return torch.cat([x, x.new_ones(len(x), 1)], 1) if self.bias and not self.ones else x
-
-    def same_layout(self, other: Form[Any]) -> bool:
-        """Return True if both store the same columns."""
-        return isinstance(other, Outer) and (self.ones, self.bias) == (other.ones, other.bias)
-
-    def shared_prefix(self, other: Form[Any]) -> tuple[str, str] | None:
-        """Return the prefixes of both sides, if they are stored unchanged."""
-        if self.ones or not isinstance(other, Outer):
-            return None
-        return f"{self.prefix} {self.bias}", other.prefix
-
-    def join(self, parts: Sequence[OuterRows]) -> OuterRows:
-        """Join layers that share a prefix to one layer with all their outputs."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        return OuterRows(first.x, torch.cat([part.g for part in parts], 1), first.offsets)
-
-    def joined(self, rows: OuterRows) -> Outer:
-        """Return the form of joined rows, with as many outputs as they have."""
-        return replace(self, d_out=rows.g.shape[1])
-
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of both matrix products of every tile, one pass over their product, and its sums."""
-        del compute
-        return linear_cost(self.d_in, self.d_out, load)
-
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of each query's weight times every position, one pass and a sum."""
-        high, inner = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
-        values = load.n_query * load.train_positions * high
-        tile = max(min(load.scratch // 4, CACHED) // VALUE, load.t_train * high)
-        cost = matrix_product(load.train_positions, load.n_query * high, inner)
-        cost += elementwise(values, TOUCH + FOLD) + temporaries(2 * min(tile, values))
-        if self.bias:
-            cost += elementwise(load.n_query * high * inner, WRITE)
-        return cost + calls(_STEPS * math.ceil(values / max(1.0, tile)))
-
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of one product of both factors for each row."""
-        if positions == 1:
-            cost = elementwise(rows * self.d_in * self.d_out, WRITE)
-        else:
-            cost = batched_products(rows, self.d_out, self.d_in, positions)
-        bias = rows * self.d_out * positions if self.bias else 0.0
-        return cost + elementwise(bias, WRITE) + calls(_STEPS)
-
-
-def linear_cost(d_in: int, d_out: int, load: ProductSize) -> Cost:
-    """Cost of both matrix products of every tile, one pass over their product, and its sums."""
-    ours, theirs = load.query_positions, load.train_positions
-    return matrix_product(ours, theirs, d_in + d_out) + pair_sums_cost(load)
-
-
-def pair_sums_cost(load: ProductSize) -> Cost:
-    """Cost of the elementwise product of two matrices of all positions, summed for each pair of rows."""
-    pairs = load.query_positions * load.train_positions
-    tile = max(min(load.scratch // 3, CACHED) // VALUE, load.t_query * load.t_train)
-    cost = elementwise(pairs, TOUCH + WRITE) + temporaries(3 * min(tile, pairs))
-    if load.t_query != 1:
-        cost += elementwise(pairs, FOLD)
-    if load.t_train != 1:
-        # Short sums along a row do not use vector instructions.
-        cost += elementwise(load.n_query * load.train_positions, TOUCH + RUN / load.t_train)
-    return cost + calls(_STEPS * math.ceil(pairs / tile))
 
 
 def summed_products(row_factor: Tensor, col_factor: Tensor, spans: Spans) -> Tensor:

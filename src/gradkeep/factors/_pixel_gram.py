@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from gradkeep.factors._convolution import Convolution, ConvolutionRows
 
-_CERTAIN = 1 / 32
-"""Below this share of their largest possible value, sums of products have lost too many digits."""
-
 
 def phases(form: Convolution) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
     """Yield the pixels that one residue of the stride reads, and their shifts from the position.
@@ -102,7 +99,7 @@ def _tile(form: Convolution, ours: list[Tensor], theirs: list[Tensor]) -> Tensor
     out = None
     for group in range(form.groups):
         near = _near(form, ours[0][group], _of_group(form, theirs[0], group))
-        grads = products(ours[1][group], _of_group(form, theirs[1], group), axes)
+        grads = _pixel_products(ours[1][group], _of_group(form, theirs[1], group))
         both = grads.addcmul_(near, grads) if form.bias == "narrow" else grads.mul_(near)
         summed = both.sum([*range(axes), *range(axes + 1, 2 * axes + 1)])
         out = summed if out is None else out.add_(summed)
@@ -115,7 +112,7 @@ def _near(form: Convolution, ours: Tensor, theirs: Tensor) -> Tensor:
     axes = len(form.size)
     near = None
     for phase, taps in phases(form):
-        sums = products(ours[phase], theirs[phase], axes)
+        sums = _pixel_products(ours[phase], theirs[phase])
         for axis in range(axes):
             sums = _along(sums, taps[axis], axis, axes + 1 + axis, form.out[axis])
         near = sums if near is None else near.add_(sums)
@@ -129,7 +126,7 @@ def _of_group(form: Convolution, array: Tensor, group: int) -> Tensor:
     return turned[group]
 
 
-def products(ours: Tensor, theirs: Tensor, axes: int) -> Tensor:
+def _pixel_products(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the products over C of all pairs: `[*size, Q, C]`, `[*size, N, C]` -> `[*size, Q, *size, N]`."""
     matrix = ours.reshape(-1, ours.shape[-1]) @ theirs.reshape(-1, theirs.shape[-1]).t()
     return matrix.view(*ours.shape[:-1], *theirs.shape[:-1])
@@ -190,7 +187,9 @@ def pixel_norms(form: Convolution, rows: ConvolutionRows) -> tuple[Tensor, Tenso
         out[start:stop] = inner(near, grads).view(-1, form.groups).sum(1)
         sizes = (inner(near, near) * inner(grads, grads)).sqrt_()
         most[start:stop] = sizes.view(-1, form.groups).sum(1)
-    return out, out > _CERTAIN * most
+    # Below this share of their largest possible value, sums of products have lost too many
+    # digits.
+    return out, out > (1 / 32) * most
 
 
 def _own_near(form: Convolution, wide: Tensor) -> Tensor:

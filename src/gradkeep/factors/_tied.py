@@ -6,31 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradkeep.factors._arithmetic import RESTORED, sum_pairs
-from gradkeep.factors._cost import (
-    RUN,
-    TOUCH,
-    WRITE,
-    Cost,
-    ProductSize,
-    elementwise,
-    matrix_product,
-)
 from gradkeep.factors._form import (
     Compute,
-    Form,
+    FactoredForm,
     GradientRows,
     OuterProducts,
     Parameter,
     PositionProducts,
 )
-from gradkeep.factors._outer import Outer, OuterRows, pair_sums_cost
+from gradkeep.factors._outer import Outer, OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from gradkeep.factors._form import ArraySource
+    from gradkeep.factors._form import AnyForm, ArraySource
     from gradkeep.factors._lookup import Lookup, LookupRows
     from gradkeep.factors._weights import WeightBlock
 
@@ -56,7 +47,7 @@ class TiedRows(GradientRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Tied(Form[TiedRows]):
+class Tied(FactoredForm[TiedRows]):
     """One weight `[rows, width]` used as an embedding and as a linear layer, whose gradients add up.
 
     The bias of the linear layer, if it has one, follows the weight.
@@ -94,9 +85,9 @@ class Tied(Form[TiedRows]):
         return rows.outer.offsets
 
     @property
-    def places_array(self) -> str | None:
-        """Array of places of the linear layer; equal tokens of the embedding are summed."""
-        return self.outer.places_array
+    def unchanged(self) -> bool:
+        """False: both uses are factors of their own."""
+        return False
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return the matrix that both uses add up to."""
@@ -189,19 +180,12 @@ class Tied(Form[TiedRows]):
         """Return the bias gradients of the linear layer."""
         return self.outer.bias_gradients(rows.outer)
 
-    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
-        """Cost of both uses, and twice of their cross products."""
-        ours, theirs = load.query_positions, load.train_positions
-        cross = matrix_product(ours, theirs, self.lookup.width) + pair_sums_cost(load)
-        cross += elementwise(ours * theirs, TOUCH + RUN)
-        both = self.lookup.products_cost(load, compute) + self.outer.products_cost(load, compute)
-        return both + cross * 2
 
-    def half_cost(self, load: ProductSize) -> Cost:
-        """Cost of both uses."""
-        return self.lookup.half_cost(load) + self.outer.half_cost(load)
+def places_array(form: AnyForm) -> str | None:
+    """Return the array of the token of every stored position, if a capture has it.
 
-    def restore_cost(self, rows: float, positions: float) -> Cost:
-        """Cost of both uses."""
-        added = elementwise(2 * rows * self.gradient_size, WRITE)
-        return self.outer.restore_cost(rows, positions) + added
+    Layers that share a prefix have the same positions. Equal tokens of an embedding are summed.
+    """
+    if isinstance(form, Tied):
+        form = form.outer
+    return f"{form.prefix}.places" if isinstance(form, Outer) else None

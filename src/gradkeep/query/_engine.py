@@ -15,9 +15,13 @@ import torch
 from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
-from gradkeep.factors._cost import ProductSize
+from gradkeep.factors._bits import PACKED, BitRows, Bits
+from gradkeep.factors._convolution import Convolution
 from gradkeep.factors._dense import Dense
-from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
+from gradkeep.factors._form import dot, dot_directions
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._registry import basis_of
+from gradkeep.query._planner import ProductSize, QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -143,8 +147,9 @@ class ProductEngine:
         if len(self.pairs) == 1 and self.rows is None:
             train = self.pairs[0].train
             parts = train.stream(rows)
-            if all(form.tabled for form in train.forms.values()):
-                parts = _chained(parts, train.forms, rows)
+            if all(isinstance(form, Bits) and form.group for form in train.forms.values()):
+                # Products begin with tables of the queries, which pay off for many rows at once.
+                parts = _chained(parts, rows)
             for part in parts:
                 if part.start >= self.num_train:
                     break
@@ -167,7 +172,7 @@ class ProductEngine:
         for name, form in pair.train.forms.items():
             other = pair.queries.forms[name]
             forced = _forced(name, compute)
-            if not form.same_layout(other):
+            if not same_layout(form, other):
                 steps.append(QueryStep(name, f"{other.kind} and {form.kind}", "restored", 0.0))
                 sides.append(LayerProduct((name,), _dense(form), "dense", mixed=True))
                 continue
@@ -181,7 +186,7 @@ class ProductEngine:
             choice = choose_compute(form, load, force=forced)
             tiles = (self.num_train / load.n_train) * (len(self.positions) / load.n_query)
             steps.append(QueryStep(name, form.kind, choice.compute, choice.cost.seconds * tiles))
-            shared = form.shared_prefix(other)
+            shared = _shared_prefix(form, other)
             if shared is not None and choice.compute == "factored" and not self.per_layer:
                 if shared in groups:
                     before = sides[groups[shared]]
@@ -212,7 +217,7 @@ class _QueryTile:
         remaining = split.restored
         for side in sides:
             form = pair.queries.forms[side.layers[0]]
-            rows = form.join([some.factors[name] for name in side.layers])
+            rows = _join_outputs([some.factors[name] for name in side.layers])
             needed = len(positions) * side.form.gradient_size * 4
             restorable = side.mixed or (
                 side.compute in ("half", "restored") and needed <= remaining
@@ -228,7 +233,7 @@ class _QueryTile:
         products: list[torch.Tensor] = []
         for side, queries in zip(self.sides, self.factors, strict=True):
             form = self.pair.train.forms[side.layers[0]]
-            rows = form.join([part.factors[name] for name in side.layers])
+            rows = _join_outputs([part.factors[name] for name in side.layers])
             values = self._multiply(side, form, queries, rows).float()
             if products and not per_layer:
                 products[0].add_(values)
@@ -250,32 +255,65 @@ class _QueryTile:
         rows: GradientRows,
     ) -> torch.Tensor:
         if not isinstance(queries, torch.Tensor):
-            form = form.joined(rows)
-            return form.dot(queries, rows, compute=side.compute, scratch=self.scratch)
+            if len(side.layers) > 1:
+                assert isinstance(form, Outer)
+                assert isinstance(rows, OuterRows)
+                form = dataclasses.replace(form, d_out=rows.g.shape[1])
+            return dot(form, queries, rows, compute=side.compute, scratch=self.scratch)
         if side.mixed:
             return queries @ form.restore(rows).to(queries.dtype).t()
-        return form.along(rows, queries, scratch=self.scratch, compute=side.compute)
+        return dot_directions(form, rows, queries, scratch=self.scratch, compute=side.compute)
 
 
-def _chained(
-    parts: Iterator[FactorBatch], forms: Mapping[str, AnyForm], rows: int
-) -> Iterator[FactorBatch]:
+def same_layout(form: AnyForm, other: AnyForm) -> bool:
+    """Return True if rows of both forms can be multiplied, whatever their arrays are called."""
+    if isinstance(form, Outer):
+        return isinstance(other, Outer) and (form.ones, form.bias) == (other.ones, other.bias)
+    if isinstance(form, Dense):
+        return isinstance(other, Dense)
+    if isinstance(form, Bits):
+        # Coordinates in the same basis, rounded alike or not at all.
+        if not isinstance(other, Bits) or (form.basis, form.size) != (other.basis, other.size):
+            return False
+        if other.bits not in PACKED and not other.group:
+            return True
+        return (form.bits, form.group) == (other.bits, other.group)
+    return bool(form == other)
+
+
+def _shared_prefix(form: AnyForm, other: AnyForm) -> tuple[str, str] | None:
+    """Return the prefixes of both sides; layers with equal ones can be joined."""
+    if not isinstance(form, Outer) or not isinstance(other, Outer) or form.ones:
+        return None
+    return f"{form.prefix} {form.bias}", other.prefix
+
+
+def _join_outputs(parts: Sequence[GradientRows]) -> GradientRows:
+    """Join rows of linear layers that share a prefix to those of one layer with all their outputs."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    outers = [part for part in parts if isinstance(part, OuterRows)]
+    return OuterRows(outers[0].x, torch.cat([part.g for part in outers], 1), outers[0].offsets)
+
+
+def _chained(parts: Iterator[FactorBatch], rows: int) -> Iterator[FactorBatch]:
     """Join consecutive parts to at most `rows` rows."""
     waiting: list[FactorBatch] = []
     for part in parts:
         if waiting and part.stop - waiting[0].start > rows:
-            yield _join_parts(waiting, forms)
+            yield _join_parts(waiting)
             waiting = []
         waiting.append(part)
     if waiting:
-        yield _join_parts(waiting, forms)
+        yield _join_parts(waiting)
 
 
-def _join_parts(parts: list[FactorBatch], forms: Mapping[str, AnyForm]) -> FactorBatch:
+def _join_parts(parts: list[FactorBatch]) -> FactorBatch:
     if len(parts) == 1:
         return parts[0]
-    factors = {
-        name: form.chained([part.factors[name] for part in parts]) for name, form in forms.items()
+    factors: dict[str, GradientRows] = {
+        name: BitRows.stacked([part.factors[name] for part in parts]) for name in parts[0].factors
     }
     return dataclasses.replace(parts[0], stop=parts[-1].stop, factors=factors)
 
@@ -307,7 +345,11 @@ def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
         array.ragged for array in arrays
     ):  # all rows have the same size: nothing needs to be read
         whole = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
-        return float(whole), {name: form.fixed_positions for name, form in side.forms.items()}
+        positions = {
+            name: float(form.positions) if isinstance(form, Convolution) else 1.0
+            for name, form in side.forms.items()
+        }
+        return float(whole), positions
     some = side.rows([index * len(side) // count for index in range(count)])
     size = sum(rows.nbytes for rows in some.factors.values()) / count
     return size, {name: rows.positions / count for name, rows in some.factors.items()}
@@ -336,7 +378,7 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
                 fix="Pass layers= that both have, or capture both with the same layers.",
             )
         for name, form in train.forms.items():
-            if form.basis != queries.forms[name].basis:
+            if basis_of(form) != basis_of(queries.forms[name]):
                 raise _other_basis(name, queries, train)
             if form.parameters != queries.forms[name].parameters:
                 raise QueryError(
@@ -359,7 +401,7 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
 
 def _other_basis(layer: str, queries: Gradients, train: Gradients) -> QueryError:
     kinds = [
-        "gradients" if side.forms[layer].basis is None else "coordinates"
+        "gradients" if basis_of(side.forms[layer]) is None else "coordinates"
         for side in (queries, train)
     ]
     return QueryError(
@@ -387,8 +429,6 @@ def _dense(form: AnyForm) -> Dense:
 
 DEFAULT_BUDGET = 1 << 30
 """Default memory budget in bytes."""
-_MOST_TRAIN = 64 << 20
-_MOST_SCRATCH = 64 << 20
 _LEAST_SCRATCH = 1 << 20
 
 
@@ -435,9 +475,9 @@ def memory_shares(
     rest = limit - answer - mapped
     # Decoding and joining need a temporary second copy of the rows.
     query_rows = max(1, min(queries, int(0.30 * rest / (2 * max(1.0, query_row)))))
-    train = min(_MOST_TRAIN, 0.25 * rest)
+    train = min(64 << 20, 0.25 * rest)
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
-    scratch = max(_LEAST_SCRATCH, min(_MOST_SCRATCH, int(0.2 * rest)))
+    scratch = max(_LEAST_SCRATCH, min(64 << 20, int(0.2 * rest)))
     return MemoryShares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)
 
 

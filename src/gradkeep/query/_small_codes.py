@@ -11,6 +11,8 @@ import torch
 from gradkeep import _arguments
 from gradkeep._environment import torch_threads
 from gradkeep.errors import QueryError
+from gradkeep.factors._bits import Bits
+from gradkeep.factors._form import dot_directions
 from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:
@@ -283,7 +285,11 @@ def coordinates_of(
     for name, form in gradients.forms.items():
         rows = factors[name].widened()
         moved = directions[name].to(rows.example.dtype)
-        along.append(form.sketched(rows, moved, scratch=1 << 26).float())
+        if isinstance(form, Bits):
+            products = form.sketched(rows, moved, scratch=1 << 26)
+        else:
+            products = dot_directions(form, rows, moved, scratch=1 << 26)
+        along.append(products.float())
         squared.append(form.squared_norms(rows).float())
     products, lengths = sum(along[1:], along[0]).t(), torch.stack(squared).sum(0).clamp_(min=0)
     if slopes is None:

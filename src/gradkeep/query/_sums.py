@@ -13,6 +13,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import tiles
+from gradkeep.factors._form import dot_directions
 from gradkeep.query._engine import stream_shares
 from gradkeep.query._gradients import check_restorable, split_parameters
 
@@ -225,7 +226,7 @@ def along(
         for name, form in gradients.forms.items():
             factors = some.factors[name]
             moved = directions.layers[name].to(factors.example.dtype)
-            products += form.along(factors, moved, scratch=scratch).float()
+            products += dot_directions(form, factors, moved, scratch=scratch).float()
         out[:, some.start : some.stop] = products
     slopes = gradients.slopes()
     return out if slopes is None else out * slopes

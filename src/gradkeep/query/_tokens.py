@@ -12,6 +12,9 @@ from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import sum_columns
+from gradkeep.factors._form import FactoredForm, dot_directions
+from gradkeep.factors._registry import basis_of
+from gradkeep.factors._tied import places_array
 from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs
 from gradkeep.query._gradients import Gradients
 
@@ -202,9 +205,13 @@ class _TokenRows:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the contributions of the tokens `[K, T]` of one row, and of parts without positions `[K]`."""
         form, places = self.train.forms[layer], self.places[layer]
-        parts = None if places is None else form.along_positions(factors, directions)
+        parts = None
+        if places is not None and isinstance(form, FactoredForm):
+            parts = form.along_positions(factors, directions)
         if parts is None or places is None:
-            return None, form.along(factors, directions, scratch=DEFAULT_BUDGET // 16)[:, 0]
+            return None, dot_directions(form, factors, directions, scratch=DEFAULT_BUDGET // 16)[
+                :, 0
+            ]
         first, *others = parts
         values = first.values.new_zeros(len(directions), int(self.lengths[row]))
         values.index_add_(1, places[row], first.values)
@@ -225,7 +232,7 @@ class _TokenRows:
 
     def _places(self, layer: str) -> list[Tensor] | None:
         """Return the token of every position by row; None if some are unknown."""
-        name = self.train.forms[layer].places_array
+        name = places_array(self.train.forms[layer])
         if name is None or name not in self.train.block.names:
             return None
         stored: Any = self.train.block.read_rows(self.at, [name])[name]
@@ -237,10 +244,10 @@ class _TokenRows:
     def _check_positions(self) -> None:
         names = self.train.block.names
         forms = self.train.forms.values()
-        if any(form.places_array in names for form in forms):
+        if any(places_array(form) in names for form in forms):
             return
         split = self.train.key.split
-        if any(form.basis is not None for form in forms):
+        if any(basis_of(form) is not None for form in forms):
             raise QueryError(
                 f"{split} is stored as coordinates of whole rows, which cannot be split by token",
                 code="query.coordinates_only",

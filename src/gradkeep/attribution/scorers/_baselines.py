@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from gradkeep.attribution._question import Method, NoOptions, Scorer
-from gradkeep.attribution._row_features import column, embeddings
+from gradkeep.attribution._question import Method, NoOptions, Scorer, column
+from gradkeep.attribution._row_features import embeddings
 from gradkeep.curvature import _random
 from gradkeep.errors import AttributionError
 

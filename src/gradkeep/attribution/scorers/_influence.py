@@ -15,7 +15,7 @@ from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kernel import solved_scores
 from gradkeep.capturing._batches import to_device
 from gradkeep.capturing._readiness import in_mode
-from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.capturing._resume import fingerprint_weights
 from gradkeep.curvature import _random
 from gradkeep.curvature._cholesky import WeightedKernel
 from gradkeep.curvature._fisher import Damping

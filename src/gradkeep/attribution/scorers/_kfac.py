@@ -17,6 +17,7 @@ from gradkeep.curvature._eigen_influence import single_position_influence, store
 from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, coordinate_bytes, fisher
 from gradkeep.curvature._row_parts import dense_rows, only_layer
 from gradkeep.errors import AttributionError
+from gradkeep.factors._registry import is_whitened
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._sums import Directions
 from gradkeep.store import CaptureKey
@@ -162,7 +163,7 @@ class KfacOptions:
 
 
 def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) -> Scorer:
-    if all(form.whitened for form in at.train().forms.values()):
+    if all(is_whitened(form) for form in at.train().forms.values()):
         return _of_coordinates(at, options)
     if options.unit_norm:
         raise AttributionError(
@@ -194,7 +195,7 @@ def fisher_solver(
             code="attribute.not_per_token",
             fix="Omit unit_norm.",
         )
-    if all(form.whitened for form in at.train().forms.values()):
+    if all(is_whitened(form) for form in at.train().forms.values()):
         _check_whitened(options)
         return None
     damping, rows = options.parsed_damping(), _fisher_gradients(at, options)

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 import gradkeep as gk
-from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.capturing._resume import fingerprint_weights
 from gradkeep.compat.metastore._blocks import target_layers
 from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._models import build_model, choose_gradients

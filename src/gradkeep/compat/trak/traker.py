@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.capturing._resume import fingerprint_weights
 from gradkeep.compat.trak._abstract_saver import validate_experiment, validate_model_id
 from gradkeep.compat.trak._features import (
     Ridge,
