@@ -194,7 +194,7 @@ def test_a_huge_document_is_refused_before_it_is_read(store, monkeypatch):
     with open(at(store, key), "r+b") as file:
         file.truncate(10 << 30)  # a hole: it takes no room
     monkeypatch.setattr(
-        "gradkeep.store.backends._plain_file.PlainFile.read", lambda *_: pytest.fail("it was read")
+        "gradkeep.store.backends._disk.PlainFile.read", lambda *_: pytest.fail("it was read")
     )
     with raises(DamagedError, "store.malformed_document"):
         gk.store.blocks._manifest.load_manifest(store.backend, KEY.folder, 1)
