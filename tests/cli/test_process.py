@@ -158,7 +158,7 @@ def test_a_store_that_may_only_be_read_is_shown_checked_and_queried(folder):
         # Permissions do not bind an administrator: a filesystem that says no binds everybody.
         code = (
             "import sys, os, errno\n"
-            "from gradkeep.store.backends._plain_file import Syscalls\n"
+            "from gradkeep.store.backends._disk import Syscalls\n"
             "def no(*_): raise OSError(errno.EROFS, os.strerror(errno.EROFS))\n"
             "Syscalls.create = Syscalls.make_folder = Syscalls.unlink = Syscalls.rename = no\n"
             f"sys.argv = ['gradkeep', *{arguments!r}]\n"

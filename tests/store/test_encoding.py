@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gradkeep as gk
-from gradkeep.store.blocks._columns import Column
-from gradkeep.store.blocks._encoding import decode, encode, from_bfloat16, to_bfloat16
+from gradkeep.store.blocks._columns import Column, decode, encode, from_bfloat16, to_bfloat16
 
 floats = hnp.arrays(
     np.float32,

@@ -10,7 +10,7 @@ import pytest
 import gradkeep as gk
 from gradkeep._display import describe_rows, describe_state
 from gradkeep.store import LocalDisk, Store
-from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.backends._disk import Syscalls
 
 LAYERS = (gk.store.Layer("fc<1>", "Linear", 1000),)
 ARRAYS = (

@@ -9,9 +9,10 @@ import gradkeep as gk
 from gradkeep.errors import ConflictError, DamagedError, InvalidRowsError, MissingRowsError
 from gradkeep.store import Memory
 from gradkeep.store.blocks import _manifest
-from gradkeep.store.blocks._incoming import stored_arrays, validate_rows
+from gradkeep.store.blocks._incoming import validate_rows
 from gradkeep.store.blocks._manifest import latest_manifest, load_manifest, manifest_versions
-from gradkeep.store.blocks._packing import pack
+from gradkeep.store.blocks._segment import pack
+from gradkeep.store.blocks._writer import encode_rows
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 FOLDER = KEY.folder
@@ -48,7 +49,7 @@ def put_segment(store, of, number, ids, *, damaged_ids=False):
     """Commit a segment as a writer does; with one bit of its ids flipped."""
     numbers = np.array(ids, np.int64)
     rows = validate_rows(of, numbers, {"loss": np.ones(len(ids), "f4")}, path="")
-    stored = stored_arrays(of, rows, slice(0, len(ids)))
+    stored = encode_rows(of, rows, slice(0, len(ids)))
     data = b"".join(pack(of, numbers, stored, first_row=2 * number).parts)
     if damaged_ids:
         at = data.index(numbers.tobytes())

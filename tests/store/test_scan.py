@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gradkeep as gk
 from gradkeep.store import LocalDisk, Memory, Store, gc, verify
 from gradkeep.store._keys import CATALOG
-from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.backends._disk import Syscalls
 from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
 LAYERS = (gk.store.Layer("fc", "Linear", 100),)

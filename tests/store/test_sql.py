@@ -11,7 +11,7 @@ from raises import raises
 import gradkeep as gk
 from gradkeep.errors import DamagedError, MissingExtraError, MissingRowsError, StoreError
 from gradkeep.store import LocalDisk, Memory, Store
-from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.backends._disk import Syscalls
 
 pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")

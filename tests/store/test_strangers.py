@@ -194,7 +194,7 @@ def test_a_huge_document_is_refused_before_it_is_read(store, monkeypatch):
     with open(at(store, key), "r+b") as file:
         file.truncate(10 << 30)  # a hole: it takes no room
     monkeypatch.setattr(
-        "gradkeep.store.backends._plain_file.PlainFile.read", lambda *_: pytest.fail("it was read")
+        "gradkeep.store.backends._disk.PlainFile.read", lambda *_: pytest.fail("it was read")
     )
     with raises(DamagedError, "store.malformed_document"):
         gk.store.blocks._manifest.load_manifest(store.backend, KEY.folder, 1)
@@ -339,7 +339,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path, key):
 
 def forged_segment(store, key, change):
     """A segment whose header says something else, with all its checksums right."""
-    from gradkeep.store.blocks._packing import DIGEST_AT, DIGEST_END
+    from gradkeep.store.blocks._segment import _DIGEST_AT, _DIGEST_END
 
     data = at(store, key).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -351,7 +351,7 @@ def forged_segment(store, key, change):
     head = len(text).to_bytes(8, "little") + text
     digest = xxhash.xxh3_128_hexdigest(head).encode()
     at(store, key).unlink()
-    at(store, key).write_bytes(head[:DIGEST_AT] + digest + head[DIGEST_END:] + data[8 + length :])
+    at(store, key).write_bytes(head[:_DIGEST_AT] + digest + head[_DIGEST_END:] + data[8 + length :])
     return digest.decode()
 
 

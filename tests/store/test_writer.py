@@ -14,7 +14,7 @@ from gradkeep.errors import (
     WriteFailedError,
 )
 from gradkeep.store import LocalDisk, Memory, WriterShare
-from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.backends._disk import Syscalls
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 

@@ -25,7 +25,7 @@ from gradkeep.store.blocks._manifest import (
     manifest_versions,
     schema_key,
 )
-from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.blocks._segment import SUFFIX
 from gradkeep.store.catalog._samples import find_samples, is_samples
 from gradkeep.store.catalog._scan import block_addresses, entries_below, keys_below
 from gradkeep.store.rows._leases import LEASES

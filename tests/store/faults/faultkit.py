@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from gradkeep import store as gs
-from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.backends._disk import Syscalls
 from gradkeep.store.blocks import _manifest
 from gradkeep.store.catalog import _samples
 

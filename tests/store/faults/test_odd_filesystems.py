@@ -10,7 +10,7 @@ from raises import raises
 
 from gradkeep import store as gs
 from gradkeep.errors import ConflictError, ReadOnlyError, WriteFailedError
-from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.backends._disk import Syscalls
 
 
 @pytest.mark.parametrize("kind", ["size", "nr_inodes"])

@@ -284,15 +284,12 @@ class Backend(ABC):
             at = 0
             for part in parts:
                 view = flat(part)
-                for start in range(0, len(view), _COMPARE_BYTES):
-                    piece = view[start : start + _COMPARE_BYTES]
+                for start in range(0, len(view), 4 << 20):
+                    piece = view[start : start + (4 << 20)]
                     if opened.read(at, len(piece)) != piece:
                         return False
                     at += len(piece)
             return True
-
-
-_COMPARE_BYTES = 1 << 22
 
 
 def flat(part: Any) -> memoryview:

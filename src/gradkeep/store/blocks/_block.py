@@ -17,15 +17,8 @@ from gradkeep.errors import (
     NotSealedError,
     StoreError,
 )
-from gradkeep.store.blocks._columns import (
-    Batch,
-    Column,
-    IdIndex,
-    as_ids,
-    check_fill,
-    fill_missing,
-    whole_numbers,
-)
+from gradkeep.store.blocks._columns import Batch, Column, check_fill, fill_missing
+from gradkeep.store.blocks._incoming import IdIndex, as_ids, whole_numbers
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -42,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from gradkeep.store.backends._backend import Backend, Durability
-    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._columns import AnyArray
     from gradkeep.store.blocks._schema import Array
     from gradkeep.store.blocks._segment import Segment
 

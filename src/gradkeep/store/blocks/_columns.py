@@ -1,18 +1,23 @@
-"""Rows read from a block, decoded on access, and lookup of row ids."""
+"""Rows as stored: encoded from values, decoded on access.
+
+Scales are stored per row, never per block: one large row must not round the small ones to zero, and at
+a converged model the small ones carry the ranking. Compressed rows are stored in zstd frames of some
+rows each, so that reading a few rows does not decompress all.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep.errors import InvalidRowsError, MissingRowsError
-from gradkeep.store.blocks._encoding import LARGEST, AnyArray, FloatArray, decode, may_overflow
+from gradkeep._environment import import_extra
+from gradkeep.errors import InvalidRowsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,6 +25,11 @@ if TYPE_CHECKING:
     import torch
 
     from gradkeep.store.blocks._schema import Array
+
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +102,13 @@ class Column:
     array: Array
     values: AnyArray
     scale: FloatArray | None = None
+    """Scale of each row, or of each token of ragged rows, for scaled encodings."""
     offsets: AnyArray | None = None
+    """Bounds of ragged rows `[B + 1]` int64."""
+    nonzero: int = 0
+    """Number of encoded nonzero values, for encodings that can flush values to zero."""
+    flushed: int = 0
+    """Number of them that became zero."""
 
     def take(self, order: AnyArray) -> Column:
         """Return the rows in another order; rows may be left out or repeated."""
@@ -124,7 +140,8 @@ class Column:
         if array.ragged:
             lengths = (np.diff(part.offsets) for part in parts if part.offsets is not None)
             offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
-        return cls(array, values, scale, offsets)
+        nonzero = sum(part.nonzero for part in parts)
+        return cls(array, values, scale, offsets, nonzero, sum(part.flushed for part in parts))
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
@@ -150,8 +167,8 @@ class Column:
         wide = torch.from_numpy(values).float()
         if self.scale is not None:
             wide *= torch.from_numpy(self.scale.copy()).view(-1, *(1,) * (wide.dim() - 1))
-            if may_overflow(self.scale):
-                wide.clamp_(-LARGEST, LARGEST)
+            if _may_overflow(self.scale):
+                wide.clamp_(-_LARGEST, _LARGEST)
         return wide
 
 
@@ -227,153 +244,119 @@ def fill_missing(column: Column, present: AnyArray) -> Column:
     return Column(array.as_plain(), values)
 
 
-_PAGE_BITS = 16
-_WITHIN = (1 << _PAGE_BITS) - 1
+def encode(array: Array, values: AnyArray) -> Column:
+    """Encode rows `[R, *shape]` of the array's dtype."""
+    if array.encoding == "plain":
+        return Column(array, values)
+    if array.encoding == "bits":
+        flat = values.reshape(len(values), math.prod(array.shape))
+        return Column(array, np.packbits(flat, axis=1, bitorder="little"))
+    if array.encoding == "bfloat16":
+        return Column(array, to_bfloat16(values))
+    if array.encoding == "float16":
+        with np.errstate(over="ignore"):
+            half = values.astype(np.float16)
+        return _with_underflow(Column(array, half), values)
+    return _encode_scaled(array, values)
 
 
-def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
-    """Return ids as int64 `[B]`; raise `InvalidRowsError` unless they are integers, in range and unique."""
-    if hasattr(ids, "detach"):
-        ids = ids.detach().cpu().numpy()
-    values = _as_integers(ids, path=path)
-    if values.ndim != 1:
-        raise _not_ids(values, path=path)
-    if len(values) and (lowest := int(values.min())) < 0:
-        raise InvalidRowsError(
-            "an id is negative",
-            code="store.negative_id",
-            path=path,
-            found=lowest,
-            expected="0 or more",
-        )
-    if num_examples is not None and len(values) and (top := int(values.max())) >= num_examples:
-        raise InvalidRowsError(
-            f"the block has {num_examples} examples, but an id is {top}",
-            code="store.id_out_of_range",
-            path=path,
-            fix="Pass the size of the data set as num_examples.",
-        )
-    unique, counts = np.unique(values, return_counts=True)
-    if len(unique) != len(values):
-        raise InvalidRowsError(
-            "an id occurs twice in one batch",
-            code="store.repeated_in_batch",
-            path=path,
-            found=_few(unique[counts > 1]),
-        )
-    return values
+def decode(array: Array, values: AnyArray, scale: FloatArray | None) -> AnyArray:
+    """Decode stored rows to `[R, *shape]` of the array's dtype; `plain` rows are not copied."""
+    if array.encoding == "plain":
+        return values
+    if array.encoding == "bits":
+        count = math.prod(array.shape)
+        bits = np.unpackbits(values, axis=1, count=count, bitorder="little")
+        return bits.view(np.bool_).reshape(len(values), *array.shape)
+    if array.encoding == "bfloat16":
+        return from_bfloat16(values)
+    wide = values.astype(np.float32)
+    if scale is not None:
+        with np.errstate(over="ignore"):
+            wide *= scale.reshape(-1, *(1,) * (wide.ndim - 1))
+        if _may_overflow(scale):
+            np.clip(wide, -_LARGEST, _LARGEST, out=wide)
+    return wide
 
 
-def whole_numbers(values: Any, *, path: str) -> AnyArray:
-    """Return ids or row numbers as int64 `[N]`; raise `InvalidRowsError` for anything but integers.
+def _may_overflow(scale: FloatArray) -> bool:
+    """Return True if decoding may round a value above the largest float32; it is then clipped."""
+    return bool(len(scale)) and float(scale.max()) > 2.0**111
 
-    Floats are refused even if they are integral: where 3.0 comes from, 3.7 may come too, and a wrong row
-    must never be read or dropped.
+
+def to_bfloat16(values: AnyArray) -> AnyArray:
+    """Round float32 to the bits of bfloat16, to nearest even; NaN stays NaN.
+
+    >>> hex(to_bfloat16(np.float32([1.0]))[0])
+    '0x3f80'
     """
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    return _as_integers(values, path=path).reshape(-1)
+    source = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
+    result = np.empty(source.shape, np.uint16)
+    chunk = 1 << 16  # values converted at a time, so that the passes stay in the CPU cache
+    for start in range(0, len(source), chunk):
+        bits = source[start : start + chunk]
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += bits
+        rounded >>= 16
+        # Rounding up a NaN's payload could make it an infinity.
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        if nan.any():
+            rounded[nan] = 0x7FC0
+        result[start : start + chunk] = rounded
+    return result.reshape(values.shape)
 
 
-def _as_integers(numbers: Any, *, path: str) -> AnyArray:
+def from_bfloat16(bits: AnyArray) -> FloatArray:
+    """Convert the bits of bfloat16 to float32, exactly.
+
+    >>> from_bfloat16(np.uint16([0x3F80]))
+    array([1.], dtype=float32)
+    """
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _encode_scaled(array: Array, values: AnyArray) -> Column:
+    flat = values.reshape(len(values), math.prod(array.shape))
+    largest = np.abs(flat).max(axis=1, initial=0.0) if flat.size else np.zeros(len(flat), "f4")
+    if array.encoding == "float16-scaled":
+        # A power of two changes no mantissa. The exponent is bounded so
+        # that the scale itself is a normal float32.
+        exponent = np.clip(np.frexp(largest)[1] - 15, -126, 126)
+        scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
+        stored = (flat / scale[:, None]).astype(np.float16)
+    else:
+        # Rows of subnormal numbers would need a scale below the smallest normal float32.
+        scale = np.maximum(largest / 127, np.finfo(np.float32).tiny).astype(np.float32)
+        stored = np.rint(flat / scale[:, None]).astype(np.int8)
+    scale[largest == 0] = 1.0
+    return _with_underflow(Column(array, stored.reshape(values.shape), scale), values)
+
+
+def _with_underflow(column: Column, values: AnyArray) -> Column:
+    """Count the nonzero values, and those that became zero."""
+    nonzero = int(np.count_nonzero(values))
+    flushed = nonzero - int(np.count_nonzero(column.values))
+    return replace(column, nonzero=nonzero, flushed=flushed)
+
+
+def compress(values: AnyArray, rows: int) -> list[bytes]:
+    """Compress each group of `rows` rows to one frame; level 1, for speed."""
+    zstandard = import_extra("zstandard", extra="zstd", what="zstd compression")
+    compressor = zstandard.ZstdCompressor(level=1)
+    contiguous = np.ascontiguousarray(values)
+    starts = range(0, len(contiguous), rows)
+    return [compressor.compress(contiguous[at : at + rows].tobytes()) for at in starts]
+
+
+def decompress(frame: bytes, out: AnyArray) -> None:
+    """Decompress a frame into `out`; raise ValueError if the sizes differ."""
+    zstandard = import_extra("zstandard", extra="zstd", what="zstd compression")
     try:
-        values = np.asarray(numbers)
-    except (ValueError, OverflowError):  # nested lists of different lengths
-        values = np.empty((), object)
-    if values.size == 0:
-        return values.astype(np.int64)
-    if values.dtype == np.uint64 and int(values.max()) > np.iinfo(np.int64).max:
-        raise InvalidRowsError(
-            "ids must be below 2**63",
-            code="store.id_out_of_range",
-            path=path,
-            found=int(values.max()),
-        )
-    # numpy converts True in a list of numbers to 1.
-    has_bools = isinstance(numbers, list | tuple) and any(
-        isinstance(item, bool) for item in numbers
-    )
-    if values.dtype.kind not in "iu" or has_bools:
-        raise _not_ids(values, path=path, bools=has_bools)
-    return values.astype(np.int64)
-
-
-def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRowsError:
-    kind = "bool" if bools else values.dtype
-    return InvalidRowsError(
-        "ids must be a list of integers",
-        code="store.invalid_ids",
-        path=path,
-        found=f"{kind} of shape {values.shape}",
-    )
-
-
-class IdSet:
-    """Set of ids as bitmap pages allocated on demand; adding B ids costs O(B log B).
-
-    >>> seen = IdSet()
-    >>> seen.add(np.array([3, 70000]))
-    >>> seen.among(np.array([5, 3]))
-    array([3])
-    """
-
-    def __init__(self) -> None:
-        self._pages: dict[int, AnyArray] = {}
-
-    def add(self, ids: AnyArray) -> None:
-        """Add ids."""
-        for number, members in _by_page(ids):
-            page = self._pages.setdefault(number, np.zeros(1 << _PAGE_BITS, np.bool_))
-            page[members & _WITHIN] = True
-
-    def among(self, ids: AnyArray) -> AnyArray:
-        """Return the ids that are in the set."""
-        members_of_set = [ids[:0]]
-        for number, members in _by_page(ids):
-            if number in self._pages:
-                members_of_set.append(members[self._pages[number][members & _WITHIN]])
-        return np.concatenate(members_of_set)
-
-
-def _by_page(ids: AnyArray) -> Iterator[tuple[int, AnyArray]]:
-    pages = ids >> _PAGE_BITS
-    for number in np.unique(pages):
-        yield int(number), ids[pages == number]
-
-
-class IdIndex:
-    """Index from id to row; O(log N) per id, O(1) if ids are 0, 1, 2, ..."""
-
-    def __init__(self, ids: AnyArray) -> None:
-        self.ids = ids
-        self._counting = bool(np.array_equal(ids, np.arange(len(ids))))
-        self._order = None if self._counting else np.argsort(ids, kind="stable")
-
-    def rows(self, row_ids: AnyArray, *, path: str) -> AnyArray:
-        """Return the row of each id; raise `MissingRowsError` for unknown ids."""
-        rows = self.find(row_ids)
-        missing = row_ids[rows < 0]
-        if len(missing):
-            raise MissingRowsError(
-                f"{len(missing)} of {len(row_ids)} rows are not in this block",
-                code="store.unknown_ids",
-                path=path,
-                found=f"no row with id {_few(missing)}",
-                fix="Use other ids, capture the missing ones, or pass fill=nan to get NaN for them.",
-            )
-        return rows
-
-    def find(self, row_ids: AnyArray) -> AnyArray:
-        """Return the row of each id, -1 for unknown ids."""
-        if self._order is None:
-            return np.where((row_ids >= 0) & (row_ids < len(self.ids)), row_ids, -1)
-        if not len(self.ids):
-            return np.full(len(row_ids), -1)
-        at = np.searchsorted(self.ids, row_ids, sorter=self._order)
-        rows = self._order[np.minimum(at, len(self.ids) - 1)]
-        return np.where(self.ids[rows] == row_ids, rows, -1)
-
-
-def _few(ids: AnyArray) -> str:
-    shown = ", ".join(str(int(number)) for number in ids[:5])
-    return shown if len(ids) <= 5 else f"{shown} and {len(ids) - 5} more"
+        raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=out.nbytes)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+    out[...] = np.frombuffer(raw, out.dtype).reshape(out.shape)

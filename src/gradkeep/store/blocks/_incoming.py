@@ -1,4 +1,4 @@
-"""Validate incoming rows against the schema, and collect them in the buffers of a segment."""
+"""Validate row ids and incoming rows against the schema, and look up ids."""
 
 from __future__ import annotations
 
@@ -6,16 +6,165 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.errors import InvalidRowsError
+from gradkeep.errors import InvalidRowsError, MissingRowsError
 from gradkeep.store.blocks._columns import Ragged
-from gradkeep.store.blocks._encoding import Encoded, encode
-from gradkeep.store.blocks._packing import PackedSegment, StoredArray, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._columns import AnyArray
     from gradkeep.store.blocks._schema import Array, Schema
+
+_PAGE_BITS = 16
+_WITHIN = (1 << _PAGE_BITS) - 1
+
+
+def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
+    """Return ids as int64 `[B]`; raise `InvalidRowsError` unless they are integers, in range and unique."""
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu().numpy()
+    values = _as_integers(ids, path=path)
+    if values.ndim != 1:
+        raise _not_ids(values, path=path)
+    if len(values) and (lowest := int(values.min())) < 0:
+        raise InvalidRowsError(
+            "an id is negative",
+            code="store.negative_id",
+            path=path,
+            found=lowest,
+            expected="0 or more",
+        )
+    if num_examples is not None and len(values) and (top := int(values.max())) >= num_examples:
+        raise InvalidRowsError(
+            f"the block has {num_examples} examples, but an id is {top}",
+            code="store.id_out_of_range",
+            path=path,
+            fix="Pass the size of the data set as num_examples.",
+        )
+    unique, counts = np.unique(values, return_counts=True)
+    if len(unique) != len(values):
+        raise InvalidRowsError(
+            "an id occurs twice in one batch",
+            code="store.repeated_in_batch",
+            path=path,
+            found=_few(unique[counts > 1]),
+        )
+    return values
+
+
+def whole_numbers(values: Any, *, path: str) -> AnyArray:
+    """Return ids or row numbers as int64 `[N]`; raise `InvalidRowsError` for anything but integers.
+
+    Floats are refused even if they are integral: where 3.0 comes from, 3.7 may come too, and a wrong row
+    must never be read or dropped.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    return _as_integers(values, path=path).reshape(-1)
+
+
+def _as_integers(numbers: Any, *, path: str) -> AnyArray:
+    try:
+        values = np.asarray(numbers)
+    except (ValueError, OverflowError):  # nested lists of different lengths
+        values = np.empty((), object)
+    if values.size == 0:
+        return values.astype(np.int64)
+    if values.dtype == np.uint64 and int(values.max()) > np.iinfo(np.int64).max:
+        raise InvalidRowsError(
+            "ids must be below 2**63",
+            code="store.id_out_of_range",
+            path=path,
+            found=int(values.max()),
+        )
+    # numpy converts True in a list of numbers to 1.
+    has_bools = isinstance(numbers, list | tuple) and any(
+        isinstance(item, bool) for item in numbers
+    )
+    if values.dtype.kind not in "iu" or has_bools:
+        raise _not_ids(values, path=path, bools=has_bools)
+    return values.astype(np.int64)
+
+
+def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRowsError:
+    kind = "bool" if bools else values.dtype
+    return InvalidRowsError(
+        "ids must be a list of integers",
+        code="store.invalid_ids",
+        path=path,
+        found=f"{kind} of shape {values.shape}",
+    )
+
+
+class IdSet:
+    """Set of ids as bitmap pages allocated on demand; adding B ids costs O(B log B).
+
+    >>> seen = IdSet()
+    >>> seen.add(np.array([3, 70000]))
+    >>> seen.among(np.array([5, 3]))
+    array([3])
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[int, AnyArray] = {}
+
+    def add(self, ids: AnyArray) -> None:
+        """Add ids."""
+        for number, members in _by_page(ids):
+            page = self._pages.setdefault(number, np.zeros(1 << _PAGE_BITS, np.bool_))
+            page[members & _WITHIN] = True
+
+    def among(self, ids: AnyArray) -> AnyArray:
+        """Return the ids that are in the set."""
+        members_of_set = [ids[:0]]
+        for number, members in _by_page(ids):
+            if number in self._pages:
+                members_of_set.append(members[self._pages[number][members & _WITHIN]])
+        return np.concatenate(members_of_set)
+
+
+def _by_page(ids: AnyArray) -> Iterator[tuple[int, AnyArray]]:
+    pages = ids >> _PAGE_BITS
+    for number in np.unique(pages):
+        yield int(number), ids[pages == number]
+
+
+class IdIndex:
+    """Index from id to row; O(log N) per id, O(1) if ids are 0, 1, 2, ..."""
+
+    def __init__(self, ids: AnyArray) -> None:
+        self.ids = ids
+        self._counting = bool(np.array_equal(ids, np.arange(len(ids))))
+        self._order = None if self._counting else np.argsort(ids, kind="stable")
+
+    def rows(self, row_ids: AnyArray, *, path: str) -> AnyArray:
+        """Return the row of each id; raise `MissingRowsError` for unknown ids."""
+        rows = self.find(row_ids)
+        missing = row_ids[rows < 0]
+        if len(missing):
+            raise MissingRowsError(
+                f"{len(missing)} of {len(row_ids)} rows are not in this block",
+                code="store.unknown_ids",
+                path=path,
+                found=f"no row with id {_few(missing)}",
+                fix="Use other ids, capture the missing ones, or pass fill=nan to get NaN for them.",
+            )
+        return rows
+
+    def find(self, row_ids: AnyArray) -> AnyArray:
+        """Return the row of each id, -1 for unknown ids."""
+        if self._order is None:
+            return np.where((row_ids >= 0) & (row_ids < len(self.ids)), row_ids, -1)
+        if not len(self.ids):
+            return np.full(len(row_ids), -1)
+        at = np.searchsorted(self.ids, row_ids, sorter=self._order)
+        rows = self._order[np.minimum(at, len(self.ids) - 1)]
+        return np.where(self.ids[rows] == row_ids, rows, -1)
+
+
+def _few(ids: AnyArray) -> str:
+    shown = ", ".join(str(int(number)) for number in ids[:5])
+    return shown if len(ids) <= 5 else f"{shown} and {len(ids) - 5} more"
 
 
 def validate_rows(
@@ -155,100 +304,3 @@ def _mismatch(array: Array, actual: str, expected: str, *, path: str) -> Invalid
         found=actual,
         expected=expected,
     )
-
-
-class SegmentBuffer:
-    """Buffers of one segment that is being filled; reused for the segment after the next."""
-
-    def __init__(self, schema: Schema, rows: int) -> None:
-        self._schema = schema
-        self._ids = np.empty(rows, np.int64)
-        self._slots = {array.name: _ArrayBuffer(array, rows) for array in schema.arrays}
-        self.first_row = 0
-        self.count = 0
-
-    def begin(self, first_row: int) -> None:
-        self.first_row, self.count = first_row, 0
-        for slot in self._slots.values():
-            slot.begin()
-
-    def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
-        # Encode everything before changing any buffer, so that a failure changes nothing.
-        ready = [
-            (slot, *_encoded_rows(slot.array, arrays[name], chunk))
-            for name, slot in self._slots.items()
-        ]
-        self._ids[self.count : self.count + len(ids)] = ids
-        for slot, encoded, lengths in ready:
-            slot.add(self.count, encoded, lengths)
-        self.count += len(ids)
-
-    def pack(self) -> PackedSegment:
-        stored = {name: slot.stored(self.count) for name, slot in self._slots.items()}
-        return pack(self._schema, self._ids[: self.count], stored, first_row=self.first_row)
-
-
-def stored_arrays(
-    schema: Schema, arrays: Mapping[str, AnyArray | Ragged], chunk: slice
-) -> dict[str, StoredArray]:
-    """Encode the rows of a chunk; arrays that are stored as they are are not copied."""
-    stored = {}
-    for array in schema.arrays:
-        encoded, lengths = _encoded_rows(array, arrays[array.name], chunk)
-        stored[array.name] = StoredArray(encoded, None if lengths is None else _bounds_of(lengths))
-    return stored
-
-
-def _encoded_rows(
-    array: Array, values: AnyArray | Ragged, chunk: slice
-) -> tuple[Encoded, AnyArray | None]:
-    if isinstance(values, Ragged):
-        bounds = values.offsets[chunk.start : chunk.stop + 1]
-        return encode(array, values.values[bounds[0] : bounds[-1]]), np.diff(bounds)
-    return encode(array, values[chunk]), None
-
-
-class _ArrayBuffer:
-    """Encoded rows of one array of one segment."""
-
-    def __init__(self, array: Array, rows: int) -> None:
-        self.array = array
-        fixed = 0 if array.ragged else rows
-        self._values = np.empty((fixed, *array.stored_shape), array.stored_dtype)
-        self._scale = np.empty(fixed, np.float32) if array.scaled else None
-        self.begin()
-
-    def begin(self) -> None:
-        self._pieces: list[Encoded] = []
-        self._lengths: list[AnyArray] = []
-        self._nonzero = self._flushed = 0
-
-    def add(self, at: int, encoded: Encoded, lengths: AnyArray | None) -> None:
-        self._nonzero += encoded.nonzero
-        self._flushed += encoded.flushed
-        if lengths is not None:
-            # The caller may reuse its memory as soon as append returns.
-            own = encoded.values.copy() if self.array.encoding == "plain" else encoded.values
-            self._pieces.append(Encoded(own, encoded.scale))
-            self._lengths.append(lengths)
-            return
-        self._values[at : at + len(encoded.values)] = encoded.values
-        if self._scale is not None and encoded.scale is not None:
-            self._scale[at : at + len(encoded.values)] = encoded.scale
-
-    def stored(self, count: int) -> StoredArray:
-        if not self.array.ragged:
-            scale = None if self._scale is None else self._scale[:count]
-            counts = (self._nonzero, self._flushed)
-            return StoredArray(Encoded(self._values[:count], scale, *counts))
-        values = np.concatenate([self._values, *(piece.values for piece in self._pieces)])
-        scale = None
-        if self._scale is not None:
-            scales = [piece.scale for piece in self._pieces if piece.scale is not None]
-            scale = np.concatenate([self._scale, *scales])
-        offsets = _bounds_of(np.concatenate([np.empty(0, np.int64), *self._lengths]))
-        return StoredArray(Encoded(values, scale, self._nonzero, self._flushed), offsets)
-
-
-def _bounds_of(lengths: AnyArray) -> AnyArray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

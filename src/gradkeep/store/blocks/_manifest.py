@@ -38,10 +38,9 @@ from gradkeep.store._document import (
     to_bytes,
 )
 from gradkeep.store._records import read_heads, record_head
-from gradkeep.store.blocks._columns import IdSet, whole_numbers
-from gradkeep.store.blocks._packing import SUFFIX, pack_batch
+from gradkeep.store.blocks._incoming import IdSet, whole_numbers
 from gradkeep.store.blocks._schema import Schema
-from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.blocks._segment import SUFFIX, Segment, pack
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -470,7 +469,8 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
             entries.append(entry)
         elif len(remaining):
             rows = remaining + start
-            packed = pack_batch(block.schema, block.read_rows(rows), first_row=int(rows[0]))
+            batch = block.read_rows(rows)
+            packed = pack(block.schema, batch.ids, batch.columns, first_row=int(rows[0]))
             # Named by content: a retry after a crash, even with other rows, cannot reuse a wrong file,
             # and a seal does not mistake it for new rows.
             file = f"{SEGMENTS}/{REWRITTEN}{packed.digest}{SUFFIX}"

@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy as np
 from gradkeep.errors import ConflictError, InvalidRowsError, MissingRowsError, StoreError
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
-from gradkeep.store.blocks._columns import IdSet, as_ids
-from gradkeep.store.blocks._incoming import SegmentBuffer, stored_arrays, validate_rows
+from gradkeep.store.blocks._columns import Column, Ragged, encode
+from gradkeep.store.blocks._incoming import IdSet, as_ids, validate_rows
 from gradkeep.store.blocks._manifest import (
     latest_manifest,
     load_schema,
@@ -28,18 +28,16 @@ from gradkeep.store.blocks._manifest import (
     segment_file,
     segment_numbers,
 )
-from gradkeep.store.blocks._packing import PackedSegment, pack
-from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.blocks._segment import PackedSegment, Segment, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from gradkeep.store.backends._backend import Backend, Durability
-    from gradkeep.store.blocks._columns import Ragged
-    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._columns import AnyArray
     from gradkeep.store.blocks._manifest import Manifest
-    from gradkeep.store.blocks._schema import Schema
+    from gradkeep.store.blocks._schema import Array, Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +291,8 @@ class Writer:
     ) -> None:
         """Write a segment that was passed in one piece, without a copy."""
         self._await_background()
-        stored = stored_arrays(self.schema, arrays, chunk)
-        self._put(number, pack(self.schema, ids, stored, first_row=self._position))
+        columns = encode_rows(self.schema, arrays, chunk)
+        self._put(number, pack(self.schema, ids, columns, first_row=self._position))
         self._done.add(number)
 
     def _hand_over(self) -> None:
@@ -448,6 +446,84 @@ class Writer:
     def _shut(self) -> None:
         self._closed = True
         self._pool.shutdown(wait=True)
+
+
+class SegmentBuffer:
+    """Buffers of one segment that is being filled; reused for the segment after the next."""
+
+    def __init__(self, schema: Schema, rows: int) -> None:
+        self._schema = schema
+        self._ids = np.empty(rows, np.int64)
+        self._buffers = [_ArrayBuffer(array, rows) for array in schema.arrays]
+        self.first_row = 0
+        self.count = 0
+
+    def begin(self, first_row: int) -> None:
+        self.first_row, self.count = first_row, 0
+        for buffer in self._buffers:
+            buffer.begin()
+
+    def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
+        # Encode everything before changing any buffer, so that a failure changes nothing.
+        columns = encode_rows(self._schema, arrays, chunk)
+        self._ids[self.count : self.count + len(ids)] = ids
+        for buffer, column in zip(self._buffers, columns, strict=True):
+            buffer.add(self.count, column)
+        self.count += len(ids)
+
+    def pack(self) -> PackedSegment:
+        columns = [buffer.column(self.count) for buffer in self._buffers]
+        return pack(self._schema, self._ids[: self.count], columns, first_row=self.first_row)
+
+
+def encode_rows(
+    schema: Schema, arrays: Mapping[str, AnyArray | Ragged], chunk: slice
+) -> list[Column]:
+    """Encode the rows of a chunk; arrays that are stored as they are are not copied."""
+    columns = []
+    for array in schema.arrays:
+        values = arrays[array.name]
+        if isinstance(values, Ragged):
+            bounds = values.offsets[chunk.start : chunk.stop + 1]
+            tokens = encode(array, values.values[bounds[0] : bounds[-1]])
+            columns.append(replace(tokens, offsets=bounds - bounds[0]))
+        else:
+            columns.append(encode(array, values[chunk]))
+    return columns
+
+
+class _ArrayBuffer:
+    """Encoded rows of one array of one segment."""
+
+    def __init__(self, array: Array, rows: int) -> None:
+        self.array = array
+        fixed = 0 if array.ragged else rows
+        self._values = np.empty((fixed, *array.stored_shape), array.stored_dtype)
+        self._scale = np.empty(fixed, np.float32) if array.scaled else None
+        self.begin()
+
+    def begin(self) -> None:
+        self._pieces: list[Column] = []
+        self._nonzero = self._flushed = 0
+
+    def add(self, at: int, column: Column) -> None:
+        if self.array.ragged:
+            # The caller may reuse its memory as soon as append returns.
+            own = column.values.copy() if self.array.encoding == "plain" else column.values
+            self._pieces.append(replace(column, values=own))
+            return
+        self._nonzero += column.nonzero
+        self._flushed += column.flushed
+        self._values[at : at + len(column)] = column.values
+        if self._scale is not None and column.scale is not None:
+            self._scale[at : at + len(column)] = column.scale
+
+    def column(self, count: int) -> Column:
+        if self.array.ragged:
+            return Column.join(self.array, self._pieces)
+        scale = None if self._scale is None else self._scale[:count]
+        values = self._values[:count]
+        return Column(self.array, values, scale, None, self._nonzero, self._flushed)
 
 
 def ensure_schema(backend: Backend, folder: str, schema: Schema, *, durability: Durability) -> None:

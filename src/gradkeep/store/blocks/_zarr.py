@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gradkeep.store.blocks._block import Block
-    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._columns import AnyArray
     from gradkeep.store.blocks._schema import Array
 
 _METADATA = "zarr.json"

@@ -34,8 +34,7 @@ from gradkeep.store.blocks._manifest import (
     schema_key,
     segment_file,
 )
-from gradkeep.store.blocks._packing import SUFFIX
-from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.blocks._segment import SUFFIX, Segment
 from gradkeep.store.rows._row_files import LOOSE, PACKED, SIZES
 from gradkeep.store.rows._rows import Rows
 

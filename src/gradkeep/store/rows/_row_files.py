@@ -27,16 +27,8 @@ from gradkeep.store._document import Count, Record, read_document, to_bytes
 from gradkeep.store._keys import HEADS
 from gradkeep.store._records import record_head
 from gradkeep.store.blocks._block import Block
-from gradkeep.store.blocks._columns import (
-    Batch,
-    Column,
-    Ragged,
-    as_ids,
-    check_fill,
-    fill_missing,
-    whole_numbers,
-)
-from gradkeep.store.blocks._incoming import stored_arrays, validate_rows
+from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, fill_missing
+from gradkeep.store.blocks._incoming import as_ids, validate_rows, whole_numbers
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -50,15 +42,15 @@ from gradkeep.store.blocks._manifest import (
     numbered_files,
     publish_manifest,
 )
-from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack, pack_batch
-from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.blocks._segment import SUFFIX, Segment, pack
+from gradkeep.store.blocks._writer import encode_rows
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from gradkeep.store.backends._backend import Backend, Durability
-    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._columns import AnyArray
     from gradkeep.store.blocks._schema import Array, Schema
 
 
@@ -213,8 +205,8 @@ class RowFiles:
         ids = np.array([row], np.int64)
         batch = {name: _one_row(value) for name, value in arrays.items()}
         rows = validate_rows(self.schema, ids, batch, path=self.path)
-        stored = stored_arrays(self.schema, rows, slice(0, 1))
-        packed = pack(self.schema, ids, stored, first_row=row)
+        columns = encode_rows(self.schema, rows, slice(0, 1))
+        packed = pack(self.schema, ids, columns, first_row=row)
         self._refresh_packed()
         created = False
         if row not in self._packed_ids:
@@ -235,21 +227,23 @@ class RowFiles:
                 if not created:
                     self._backend.delete([record], durability="process")
         if not created:
-            self._compare_with_stored(row, stored, packed.digest, differing=differing)
+            self._compare_with_stored(row, columns, packed.digest, differing=differing)
         self._known_done.add(row)
         return created
 
     def _compare_with_stored(
         self,
         row: int,
-        stored: Mapping[str, StoredArray],
+        columns: Sequence[Column],
         digest: str,
         *,
         differing: Literal["raise", "keep"],
     ) -> None:
         first = self.read([row])
         differing_arrays = [
-            column.array for column in first.columns if not _same(column, stored[column.array.name])
+            stored.array
+            for stored, column in zip(first.columns, columns, strict=True)
+            if not _same(stored, column)
         ]
         if not differing_arrays:
             return
@@ -421,7 +415,8 @@ class RowFiles:
                         return moved
                     waiting = None  # other processes may have written rows meanwhile
                     continue
-                packed = pack_batch(self.schema, self.read(rows), first_row=0)
+                batch = self.read(rows)
+                packed = pack(self.schema, batch.ids, batch.columns, first_row=0)
                 try:
                     self._backend.put_if_absent(key, packed.parts, durability=self._durability)
                 except ConflictError:  # another process packed other rows under this number
@@ -572,15 +567,10 @@ def _one_row(value: Any) -> Any:
     return value[None] if isinstance(value, np.ndarray) else [value]
 
 
-def _same(column: Column, stored: StoredArray) -> bool:
-    """Return True if a stored row has the same bits."""
-    encoded = stored.encoded
-    pairs = (
-        (column.values, encoded.values),
-        (column.scale, encoded.scale),
-        (column.offsets, stored.offsets),
-    )
-    return all(_bits(one) == _bits(other) for one, other in pairs)
+def _same(one: Column, other: Column) -> bool:
+    """Return True if two rows have the same bits."""
+    parts = ("values", "scale", "offsets")
+    return all(_bits(getattr(one, part)) == _bits(getattr(other, part)) for part in parts)
 
 
 def _bits(array: AnyArray | None) -> object:

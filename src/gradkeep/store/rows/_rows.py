@@ -18,10 +18,9 @@ from gradkeep import _arguments
 from gradkeep._display import head_and_tail
 from gradkeep.errors import InvalidRowsError, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
-from gradkeep.store.blocks._columns import whole_numbers
+from gradkeep.store.blocks._incoming import whole_numbers
 from gradkeep.store.blocks._manifest import is_number, numbered_files
-from gradkeep.store.blocks._packing import SUFFIX
-from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.blocks._segment import SUFFIX, Segment
 from gradkeep.store.rows._leases import (
     LEASES,
     ROWS_PER_FOLDER,
