@@ -2,9 +2,10 @@
 
 from gradkeep.store._decisions import Decision
 from gradkeep.store._decisions import current_decisions as current_decisions
+from gradkeep.store._document import Checkpoint, Run
 from gradkeep.store._gc import GcReport as GcReport
 from gradkeep.store._gc import gc
-from gradkeep.store._keys import BasisKey, CaptureKey, Checkpoint, EvaluationKey, Run, ScoresKey
+from gradkeep.store._keys import BasisKey, CaptureKey, EvaluationKey, ScoresKey
 from gradkeep.store._keys import BlockKey as BlockKey
 from gradkeep.store._store import Store, open
 from gradkeep.store._verify import Damage as Damage

@@ -1,9 +1,18 @@
-"""Small JSON files with a checksum, and the typed records in them.
+"""Small JSON files with a checksum: records of runs, checkpoints and published versions.
 
 The last field of the object is the xxh3-128 of every byte before it, so that a change of any byte,
 even of a space, is detected. The file stays plain JSON for other readers. A checksum is not a
 signature: a file written by someone else can carry a valid one. Size and depth are therefore bounded
 before parsing, and `parse_record` checks every name and type.
+
+When a version of a block is published, its number and the digest of its manifest are stored in the
+name of a small file below `heads/`. A manifest that was deleted or replaced by an older one, or a
+whole block that was deleted, is then detected. Runs and checkpoints have such a record too.
+
+The order makes this safe at any moment. The file is published first, its record second: a process
+that dies in between leaves a version without a record, which is no damage, and the next writer adds
+it. Deletion removes the record first. A record without its file therefore always means that the file
+was lost. Stores of earlier versions have no records and can be read without them.
 """
 
 from __future__ import annotations
@@ -13,17 +22,19 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import xxhash
 
-from gradkeep.errors import DamagedError, StoreError
+from gradkeep._arguments import LARGEST, check_fields, count, instance, number
+from gradkeep.errors import DamagedError, ReadOnlyError, StoreError
+from gradkeep.store._keys import HEADS, RUNS, validate_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from gradkeep.store.backends._backend import Backend
+    from gradkeep.store.backends._backend import Backend, Durability
 
 SMALL_DOCUMENT = 1 << 20
 """Largest size in bytes of documents with a fixed set of fields; a traceback fits."""
@@ -139,13 +150,13 @@ def _check_seal(data: bytes, *, path: str) -> None:
 def _check_counts(data: bytes, *, path: str) -> None:
     """Limit the number of values before parsing, by counting brackets and commas."""
     containers = data.count(b"[") + data.count(b"{")
-    for count, most, what in (
+    for size, most, what in (
         (len(data), LARGEST_DOCUMENT, "bytes"),
         (containers, _MOST_CONTAINERS, "lists and objects"),
         (data.count(b","), _MOST_VALUES, "values"),
     ):
-        if count > most:
-            raise malformed_document(path, f"{count} {what}", f"at most {most}")
+        if size > most:
+            raise malformed_document(path, f"{size} {what}", f"at most {most}")
 
 
 def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
@@ -207,3 +218,152 @@ def _is_deeper(fields: dict[str, Any], most: int) -> bool:
         if not level:
             return False
     return True
+
+
+_HEAD_NAME = re.compile(r"(\d{6,18})-([0-9a-f]{32})\.json")
+
+
+def run_folder(run: str) -> str:
+    return f"{RUNS}/{run}"
+
+
+def checkpoint_folder(run: str, name: str) -> str:
+    return f"{RUNS}/{run}/ckpt/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Record of one training run.
+
+    Attributes:
+        name: Name of the run.
+        config: Configuration, as JSON values.
+        code: Version of the code, for example a commit.
+        data: Fingerprint of the data set.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = None
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        validate_name("run", self.name)
+        instance("config", self.config, Mapping, error=StoreError)
+        for name in ("code", "data"):
+            # Any text is accepted.
+            instance(name, getattr(self, name), (str, type(None)), error=StoreError)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Record of one state of the weights of a run.
+
+    Attributes:
+        run: Name of the run.
+        name: Name of the checkpoint.
+        weights: Fingerprint of the weights.
+        step: Training step.
+        lr: Learning rate at that step.
+        parent: Name of the previous checkpoint.
+        function: Fingerprint of the function that the model computes with the weights.
+    """
+
+    run: str
+    name: str
+    weights: str
+    step: int | None = None
+    lr: float | None = None
+    parent: str | None = None
+    function: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, StoreError)
+        validate_name("run", self.run)
+        validate_name("checkpoint", self.name)
+        if self.step is not None:
+            step = count("step", self.step, error=StoreError, least=-LARGEST, most=LARGEST)
+            object.__setattr__(self, "step", step)
+        if self.lr is not None:
+            object.__setattr__(self, "lr", number("lr", self.lr, error=StoreError))
+
+
+def validate_run(run: Run) -> Run:
+    """Return the run with its config as JSON values; raise `StoreError` if that is impossible."""
+    try:
+        config = json.loads(json.dumps(dict(run.config), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"the config of run {run.name!r} cannot be recorded",
+            code="store.invalid_config",
+            found=str(error)[:300],
+            expected="strings, finite numbers, lists and objects",
+        ) from None
+    return dataclasses.replace(run, config=config)
+
+
+def read_run(backend: Backend, name: str) -> Run | None:
+    """Read the record of a run; return None if there is none."""
+    run = _read_record(backend, f"{run_folder(name)}/run.json", Run)
+    if run is not None and run.name != name:
+        raise malformed_document(backend.describe(run_folder(name)), "the record of another run")
+    return run
+
+
+def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
+    """Read the record of a checkpoint; return None if there is none."""
+    folder = checkpoint_folder(run, name)
+    checkpoint = _read_record(backend, f"{folder}/ckpt.json", Checkpoint)
+    if checkpoint is not None and (checkpoint.run, checkpoint.name) != (run, name):
+        raise malformed_document(backend.describe(folder), "the record of another checkpoint")
+    return checkpoint
+
+
+def _read_record(backend: Backend, key: str, kind: type[T]) -> T | None:
+    try:
+        return read_document(backend, key, kind, most=LARGE_DOCUMENT)
+    except FileNotFoundError:
+        return None
+
+
+class Head(Record, frozen=True):
+    """Second record of a published file, outside of the folder that it is about."""
+
+    of: str
+    version: Count
+    published: str = msgspec.field(name="digest")
+
+
+def head_key(folder: str, version: int, xxh3: str) -> str:
+    """Return the key of a record: folder, version and digest of the published bytes."""
+    return f"{HEADS}/{folder}/{version:06d}-{xxh3}.json"
+
+
+def read_heads(backend: Backend, folder: str) -> dict[int, frozenset[str]]:
+    """Read the digests recorded for each version; an undamaged store has one per version."""
+    heads: dict[int, frozenset[str]] = {}
+    for entry in backend.list(f"{HEADS}/{folder}"):
+        match = _HEAD_NAME.fullmatch(entry.name)
+        if match is not None:
+            version = int(match[1])
+            heads[version] = heads.get(version, frozenset()) | {match[2]}
+    return heads
+
+
+def head_keys(backend: Backend, folder: str) -> dict[str, int]:
+    """List all records of a folder, with the version of each."""
+    return {
+        head_key(folder, version, digest): version
+        for version, digests in read_heads(backend, folder).items()
+        for digest in digests
+    }
+
+
+def record_head(
+    backend: Backend, folder: str, version: int, xxh3: str, *, durability: Durability
+) -> None:
+    """Record a published version; repeated by the next process if its writer died before this."""
+    data = to_bytes({"of": folder, "version": version, "digest": xxh3})
+    # A read-only store stays readable.
+    with contextlib.suppress(ReadOnlyError):
+        backend.put_if_absent(head_key(folder, version, xxh3), [data], durability=durability)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
+from gradkeep.store._document import head_keys
 from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS, parse_file_key, record_folder, row_part
-from gradkeep.store._records import head_keys
 from gradkeep.store._store import STORE_FILE, Store, put_identity
 from gradkeep.store._store import open as open_store
 from gradkeep.store.backends._backend import QUARANTINE

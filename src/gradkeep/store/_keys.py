@@ -1,15 +1,13 @@
-"""Keys of blocks, records of runs and checkpoints, and the file names of a store."""
+"""Keys of blocks, and the file names of a store."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import xxhash
 
-from gradkeep._arguments import LARGEST, check_fields, count, instance, number
 from gradkeep.errors import StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
@@ -253,63 +251,6 @@ def parse_block_key(folder: str) -> BlockKey:
     kinds: tuple[type[BlockKey], ...] = (CaptureKey, ScoresKey, BasisKey, EvaluationKey)
     kind = next(kind for kind in kinds if kind.root == root)
     return kind(**dict(zip(kind.parts, names, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Record of one training run.
-
-    Attributes:
-        name: Name of the run.
-        config: Configuration, as JSON values.
-        code: Version of the code, for example a commit.
-        data: Fingerprint of the data set.
-    """
-
-    name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    code: str | None = None
-    data: str | None = None
-
-    def __post_init__(self) -> None:
-        validate_name("run", self.name)
-        instance("config", self.config, Mapping, error=StoreError)
-        for name in ("code", "data"):
-            # Any text is accepted.
-            instance(name, getattr(self, name), (str, type(None)), error=StoreError)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Record of one state of the weights of a run.
-
-    Attributes:
-        run: Name of the run.
-        name: Name of the checkpoint.
-        weights: Fingerprint of the weights.
-        step: Training step.
-        lr: Learning rate at that step.
-        parent: Name of the previous checkpoint.
-        function: Fingerprint of the function that the model computes with the weights.
-    """
-
-    run: str
-    name: str
-    weights: str
-    step: int | None = None
-    lr: float | None = None
-    parent: str | None = None
-    function: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, StoreError)
-        validate_name("run", self.run)
-        validate_name("checkpoint", self.name)
-        if self.step is not None:
-            step = count("step", self.step, error=StoreError, least=-LARGEST, most=LARGEST)
-            object.__setattr__(self, "step", step)
-        if self.lr is not None:
-            object.__setattr__(self, "lr", number("lr", self.lr, error=StoreError))
 
 
 _N = _NAME.pattern

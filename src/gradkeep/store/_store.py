@@ -23,7 +23,21 @@ from gradkeep.errors import (
 )
 from gradkeep.store import _document
 from gradkeep.store._decisions import append_decision, read_decisions
-from gradkeep.store._document import Count, Record, from_bytes, parse_record, read_bytes
+from gradkeep.store._document import (
+    Checkpoint,
+    Count,
+    Record,
+    Run,
+    checkpoint_folder,
+    from_bytes,
+    parse_record,
+    read_bytes,
+    read_checkpoint,
+    read_run,
+    record_head,
+    run_folder,
+    validate_run,
+)
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
@@ -35,19 +49,9 @@ from gradkeep.store._keys import (
     SCORES,
     BasisKey,
     CaptureKey,
-    Checkpoint,
     EvaluationKey,
-    Run,
     ScoresKey,
     validate_name,
-)
-from gradkeep.store._records import (
-    checkpoint_folder,
-    read_checkpoint,
-    read_run,
-    record_head,
-    run_folder,
-    validate_run,
 )
 from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._block import Block

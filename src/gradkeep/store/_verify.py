@@ -19,9 +19,13 @@ from gradkeep.store._document import (
     LARGE_DOCUMENT,
     LARGEST_DOCUMENT,
     SMALL_DOCUMENT,
+    Head,
+    head_key,
     malformed_document,
     read_bytes,
+    read_checkpoint,
     read_document,
+    read_run,
 )
 from gradkeep.store._gc import YOUNG_SECONDS, repair_damage
 from gradkeep.store._keys import (
@@ -37,7 +41,6 @@ from gradkeep.store._keys import (
     parse_file_key,
     row_part,
 )
-from gradkeep.store._records import Head, head_key, read_checkpoint, read_run
 from gradkeep.store._store import STORE_FILE, Store, read_identity
 from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.backends._schemes import backend_for

@@ -4,7 +4,7 @@ A manifest lists the segments of a version, and a version never changes. Sealing
 rows and compaction all publish the next number with `put_if_absent`; a process that loses a race for a
 number reads again and tries the next.
 
-Versions are chained: each contains the digest of its predecessor's manifest, and `_records.py` stores
+Versions are chained: each contains the digest of its predecessor's manifest, and `_document.py` stores
 each digest a second time elsewhere. A recorded version that is missing is damage.
 """
 
@@ -35,9 +35,10 @@ from gradkeep.store._document import (
     malformed_document,
     read_bytes,
     read_document,
+    read_heads,
+    record_head,
     to_bytes,
 )
-from gradkeep.store._records import read_heads, record_head
 from gradkeep.store.blocks._incoming import IdSet, whole_numbers
 from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import SUFFIX, Segment, pack

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gradkeep.errors import GradkeepError
+from gradkeep.store._document import read_checkpoint, read_run
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
@@ -22,7 +23,6 @@ from gradkeep.store._keys import (
     CaptureKey,
     is_name,
 )
-from gradkeep.store._records import read_checkpoint, read_run
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
     SEGMENTS,

@@ -23,9 +23,8 @@ from gradkeep.errors import (
     MissingRowsError,
     StoreError,
 )
-from gradkeep.store._document import Count, Record, read_document, to_bytes
+from gradkeep.store._document import Count, Record, read_document, record_head, to_bytes
 from gradkeep.store._keys import HEADS
-from gradkeep.store._records import record_head
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, fill_missing
 from gradkeep.store.blocks._incoming import as_ids, validate_rows, whole_numbers
