@@ -16,7 +16,7 @@ from gradkeep.remat.simulator._program import Op, ProgramStep, StepKind
 if TYPE_CHECKING:
     import random
 
-    from gradkeep.remat.simulator._core import Policy
+    from gradkeep.remat._eviction_core import Policy
 
 
 @dataclass(eq=False)

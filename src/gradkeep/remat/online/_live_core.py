@@ -11,15 +11,15 @@ import torch
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat._eviction_core import EvictionCore, Storage
 from gradkeep.remat._rerun import hash_bytes
 from gradkeep.remat._tensors import StorageRef, find_tensors, map_nested, run_operator
-from gradkeep.remat.simulator._core import EvictionCore, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gradkeep.remat._eviction_core import TensorNode as Node
     from gradkeep.remat._tensors import Geometry
-    from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
     from gradkeep.remat.simulator._neighborhoods import Heuristic
 

@@ -53,8 +53,8 @@ from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from gradkeep.remat.simulator._core import Storage
-    from gradkeep.remat.simulator._core import TensorNode as Node
+    from gradkeep.remat._eviction_core import Storage
+    from gradkeep.remat._eviction_core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
 
 _METADATA_VIEWS = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))

@@ -37,7 +37,7 @@ from gradkeep.remat.simulator._neighborhoods import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradkeep.remat.simulator._core import Storage
+    from gradkeep.remat._eviction_core import Storage
     from gradkeep.remat.simulator._neighborhoods import Pool
 
 

@@ -19,7 +19,7 @@ from gradkeep.errors import RematError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradkeep.remat.simulator._core import Storage, TensorNode
+    from gradkeep.remat._eviction_core import Storage, TensorNode
 
 Pool = dict["Storage", None]
 """Storages that may be evicted, in the order in which they were unlocked."""

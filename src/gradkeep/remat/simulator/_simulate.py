@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import math
 import numbers
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _arguments
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._core import (
+from gradkeep.remat._eviction_core import (
     EvictionCore,
     OutOfMemoryError,
     Policy,
     ThrashingError,
-    run_program,
 )
 from gradkeep.remat.simulator._heuristics import PoolSample, RandomChoice
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 from gradkeep.remat.simulator._neighborhoods import Heuristic
+from gradkeep.remat.simulator._program import StepKind
 
 if TYPE_CHECKING:
     import os
 
-    from gradkeep.remat.simulator._core import Storage
+    from gradkeep.remat._eviction_core import Storage
     from gradkeep.remat.simulator._program import Op, Program
 
 
@@ -151,6 +152,38 @@ def simulate(
         heuristic_evaluations=chooser.evaluations,
         accesses=chooser.accesses,
     )
+
+
+def run_program(core: EvictionCore, program: Program) -> None:
+    """Drive the core through a program; raise `OutOfMemoryError` or `ThrashingError` if it ends early."""
+    # A run makes many objects with reference cycles that live until its end; garbage collection
+    # would take a third of the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        _drive(core, program)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _drive(core: EvictionCore, program: Program) -> None:
+    # Filled as operators run: a step only names tensors of earlier operators.
+    tensors: list[Any] = [None] * len(program.tensors)
+    ops, run, release = program.ops, StepKind.RUN, StepKind.RELEASE
+    for step in program.steps:
+        kind, index = step.kind, step.index
+        if kind is run:
+            op = ops[index]
+            results = core.compute(op, [tensors[number] for number in op.args])
+            for number, tensor in zip(op.results, results, strict=True):
+                tensors[number] = tensor
+        elif kind is release:
+            core.release(tensors[index])
+        elif kind is StepKind.GET:
+            core.get(tensors[index])
+        else:
+            core.pin(tensors[index])
 
 
 @_arguments.checked(RematError)

@@ -28,7 +28,7 @@ from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from gradkeep.remat.simulator._core import Policy
+    from gradkeep.remat._eviction_core import Policy
     from gradkeep.remat.simulator._program import Program
 
 MAIN_HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest", "random")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradkeep.remat import Heuristic
-    from gradkeep.remat.simulator._core import Policy
+    from gradkeep.remat._eviction_core import Policy
 
 Type = Literal["baseline", "simrd", "optimal", "dtr", "planned", "checkpoint"]
 TYPES: tuple[Type, ...] = ("baseline", "simrd", "optimal", "dtr", "planned", "checkpoint")

@@ -1,9 +1,9 @@
 """The eviction core: tracks memory, evicts storages to make room and recomputes them on demand.
 
-There is one implementation for every driver. A driver reports what the program does (`compute`, `get`,
+The simulator and the online runtime share it. A driver reports what the program does (`compute`, `get`,
 `release`, `pin`); the core keeps memory within the budget by evicting storages that a heuristic
 chooses, and brings them back by running their operators again. In a simulation running means
-advancing a clock.
+advancing a clock; `LiveCore` of the online runtime also runs operators and empties torch's storages.
 
 The order of the pool decides ties, so it is part of the algorithm: locking a storage removes it from
 the pool, the last unlock appends it, a storage that just came into memory is appended, siblings first.
@@ -11,20 +11,18 @@ the pool, the last unlock appends it, a storage that just came into memory is ap
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._program import StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.remat.simulator._heuristics import PoolSample
     from gradkeep.remat.simulator._neighborhoods import Heuristic
-    from gradkeep.remat.simulator._program import Op, Program
+    from gradkeep.remat.simulator._program import Op
     from gradkeep.remat.simulator._simulate import Timeline
 
 Policy = Literal["ignore", "eager", "banish"]
@@ -378,35 +376,3 @@ def _remove_edge(above: Storage, below: Storage) -> None:
     else:
         above.below.pop(below, None)
         below.above.pop(above, None)
-
-
-def run_program(core: EvictionCore, program: Program) -> None:
-    """Drive the core through a program; raise `OutOfMemoryError` or `ThrashingError` if it ends early."""
-    # A run makes many objects with reference cycles that live until its end; garbage collection
-    # would take a third of the time.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        _drive(core, program)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _drive(core: EvictionCore, program: Program) -> None:
-    # Filled as operators run: a step only names tensors of earlier operators.
-    tensors: list[Any] = [None] * len(program.tensors)
-    ops, run, release = program.ops, StepKind.RUN, StepKind.RELEASE
-    for step in program.steps:
-        kind, index = step.kind, step.index
-        if kind is run:
-            op = ops[index]
-            results = core.compute(op, [tensors[number] for number in op.args])
-            for number, tensor in zip(op.results, results, strict=True):
-                tensors[number] = tensor
-        elif kind is release:
-            core.release(tensors[index])
-        elif kind is StepKind.GET:
-            core.get(tensors[index])
-        else:
-            core.pin(tensors[index])
