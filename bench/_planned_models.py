@@ -199,7 +199,8 @@ def _time_step_placements(model):
     return tuple((f"{length} steps", place(length)) for length in (1, 2, 3, 4, 6, 8, 12))
 
 
-def _build_from_zoo(name: str, seed: int, **sizes: float) -> Subject:
+def build_zoo_subject(name: str, seed: int, **sizes: float) -> Subject:
+    """Build a model of DTR's experiments."""
     work = build(name, seed=seed, **sizes)
     model = work.model
     if isinstance(model, nn.Sequential):
@@ -226,9 +227,19 @@ def _build_vgg(seed: int) -> Subject:
     )
 
 
-def _build_language_model(name: str, *, dropout: float, fused: bool) -> Subject:
-    tokens, length, batch = 500, 128, 8
-    model = LanguageModel(tokens, 256 if dropout else 192, 4, length, dropout, fused=fused)
+def build_language_model(
+    name: str,
+    *,
+    dropout: float,
+    fused: bool,
+    dim: int,
+    depth: int = 4,
+    length: int = 128,
+    batch: int = 8,
+) -> Subject:
+    """Build a transformer that predicts the next token of random texts."""
+    tokens = 500
+    model = LanguageModel(tokens, dim, depth, length, dropout, fused=fused)
     text = torch.randint(tokens, (batch, length + 1))
     return Subject(
         name,
@@ -253,17 +264,19 @@ def build_subject(name: str, seed: int = 0) -> Subject:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "resnet32":
-            return _build_from_zoo("resnet32", seed, batch_size=16)
+            return build_zoo_subject("resnet32", seed, batch_size=16)
         if name == "vgg":
             return _build_vgg(seed)
         if name == "unet":
-            return _build_from_zoo("unet", seed, batch_size=8, channels=12)
+            return build_zoo_subject("unet", seed, batch_size=8, channels=12)
         if name == "transformer":
-            return _build_language_model("transformer", dropout=0.1, fused=False)
+            return build_language_model("transformer", dropout=0.1, fused=False, dim=256)
         if name == "lstm":
-            return _build_from_zoo("lstm", seed, batch_size=256, length=16, in_dim=128, mem_dim=256)
+            return build_zoo_subject(
+                "lstm", seed, batch_size=256, length=16, in_dim=128, mem_dim=256
+            )
         if name == "fused_lstm":
-            return _build_from_zoo(
+            return build_zoo_subject(
                 "lstm_encoder",
                 seed,
                 batch_size=32,
@@ -274,7 +287,7 @@ def build_subject(name: str, seed: int = 0) -> Subject:
                 layers=3,
             )
         if name == "densenet":
-            return _build_from_zoo("densenet100", seed, batch_size=4)
+            return build_zoo_subject("densenet100", seed, batch_size=4)
         if name == "gpt":
-            return _build_language_model("gpt", dropout=0.0, fused=True)
+            return build_language_model("gpt", dropout=0.0, fused=True, dim=192)
     raise ValueError(name)

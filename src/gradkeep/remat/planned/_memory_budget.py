@@ -116,6 +116,9 @@ class BudgetReport:
         predicted_peak: Predicted live bytes of that plan.
         measured_peak: Largest measured number of live tensor bytes of that plan, optimizer states
             included.
+        resident_budget: Allowed rise of resident memory over the beginning of a step, in bytes; None where it is
+            not limited: on devices, systems without glibc, and for steps below 64 MiB.
+        resident_peak: Largest measured rise of resident memory of that plan's steps.
         recompute_share: Time of recomputation divided by the time of the rest of the step.
         rss: Largest resident memory of the process in bytes, recordings included; allocators return
             memory late.
@@ -132,6 +135,8 @@ class BudgetReport:
     budget: int | None
     predicted_peak: int | None
     measured_peak: int | None
+    resident_budget: int | None
+    resident_peak: int | None
     recompute_share: float | None
     rss: int
     cuda_peak: int | None
@@ -153,6 +158,11 @@ class BudgetReport:
             lines.append(
                 f"live tensors: peak {measured}, predicted {format_bytes(self.predicted_peak)}, "
                 f"budget {format_bytes(self.budget)}"
+            )
+        if self.resident_budget is not None and self.resident_peak is not None:
+            lines.append(
+                f"resident memory: rise of {format_bytes(self.resident_peak)} in a step, "
+                f"limit {format_bytes(self.resident_budget)}"
             )
         if self.recompute_share is not None:
             lines.append(f"recomputation: {self.recompute_share:.1%} of the time of the rest")
@@ -238,6 +248,7 @@ def budget_report(planner: StepPlanner) -> BudgetReport:
     )
     other_seconds = counts.busy - counts.recomputed
     scale = 1 if sys.platform == "darwin" else 1024
+    resident = None if plan is None else plan.resident
     return BudgetReport(
         planned=counts.planned,
         recorded=counts.recorded,
@@ -248,6 +259,8 @@ def budget_report(planner: StepPlanner) -> BudgetReport:
         budget=None if plan is None else plan.budget,
         predicted_peak=None if plan is None else plan.predicted_peak,
         measured_peak=None if plan is None else plan.measured_peak,
+        resident_budget=None if resident is None else resident.rise,
+        resident_peak=None if resident is None else resident.peak,
         recompute_share=counts.recomputed / other_seconds if other_seconds > 0 else None,
         rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         cuda_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._programs import CompiledPlan
+    from gradkeep.remat.planned._resident import ResidentLimit
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
 
@@ -107,6 +108,18 @@ class StepRecordings:
     """Buffers that the step changes."""
     parameters: tuple[weakref.ref[Any], ...] = ()
     """All parameters of the modules that ran."""
+    resident_rise: int = 0
+    """Largest rise of resident memory in a step without copies, in bytes."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepRecordings:
+        """Return what is known of a planned step, to plan it again."""
+        return cls(
+            plan.kind,
+            changing=plan.changing,
+            parameters=plan.parameters,
+            resident_rise=plan.resident_rise,
+        )
 
     @property
     def count(self) -> int:
@@ -116,6 +129,8 @@ class StepRecordings:
     def add(self, recording: StepRecorder, trace: StepTrace) -> None:
         """Add a recording."""
         (self.cloned if recording.cloning else self.plain).append(trace)
+        if recording.resident is not None and not recording.cloning:
+            self.resident_rise = max(self.resident_rise, recording.resident.peak)
 
     def difference(self) -> str | None:
         """Describe the first difference between the two latest recordings."""
@@ -153,6 +168,12 @@ class StepPlan:
     """All parameters that the step may give gradients to."""
     seconds: float
     """Time that planning took."""
+    resident_rise: int = 0
+    """Rise of resident memory in a step without a budget, in bytes; 0 if not measured."""
+    resident: ResidentLimit | None = None
+    """Limit of resident memory, or None where it cannot be enforced."""
+    overhead: int = 0
+    """Bytes of resident memory beyond tensors that the plan leaves room for."""
     runs: int = 0
     misses: int = 0
     """Steps that matched at first and then differed."""

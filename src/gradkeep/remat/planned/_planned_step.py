@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.planned._programs import CompiledPlan
+    from gradkeep.remat.planned._resident import ResidentLimit
 
 
 _current_task = torch._C._current_graph_task_id
@@ -144,9 +145,11 @@ class PlannedStep(Step):
         inputs: Sequence[Tensor] = (),
         *,
         snapshot: StepSnapshot | None = None,
+        resident: ResidentLimit | None = None,
     ) -> None:
         self._plan = plan
         self._snapshot = snapshot
+        self._resident = resident
         self._values: list[Tensor | None] = [None] * len(plan.trace.values)
         self._versions: dict[int, int] = {}
         self._random_states: dict[tuple[int, str], Tensor] = {}
@@ -175,6 +178,8 @@ class PlannedStep(Step):
         """Keep or drop a saved tensor; return a handle for `unpack`."""
         if _current_task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
+        if self._resident is not None:
+            self._resident.check()
         number = self.at
         self.at = number + 1
         if not self._following:
@@ -219,6 +224,8 @@ class PlannedStep(Step):
 
     def on_unpack(self, number: int) -> int:
         """Count a request and run the plan's rebuild for it; return its position, or -1."""
+        if self._resident is not None:
+            self._resident.check()
         at = self.requests
         self.requests = at + 1
         plan = self._plan

@@ -19,6 +19,12 @@ from gradkeep.remat.planned._plan_cache import (
     compute_digest,
 )
 from gradkeep.remat.planned._programs import compile_plan
+from gradkeep.remat.planned._resident import (
+    ResidentLimit,
+    can_limit_resident_memory,
+    find_long_lived,
+    return_freed_memory,
+)
 from gradkeep.remat.planned._search import FoundPlan, search_plan
 from gradkeep.remat.planned._trace import same_step, with_constant
 
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
-    from gradkeep.remat.planned._programs import Check
+    from gradkeep.remat.planned._programs import Check, CompiledPlan
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
 
@@ -108,6 +114,8 @@ class StepPlanner:
         self._states = OptimizerStates()
         self._stopped = False
         """Steps never repeat: nothing is recorded any more."""
+        self._resident_start = 0
+        """Resident memory before a step, in bytes."""
         self._begun: dict[Any, int] = {}
         """Number of recordings by what is known when the first tensor is saved."""
 
@@ -159,6 +167,22 @@ class StepPlanner:
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
         return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
+
+    def begin_step(self) -> None:
+        """Read the resident memory before a step that is recorded or measured."""
+        compared = self.needs_recording or any(plan.needs_measuring for plan in self.plans)
+        if can_limit_resident_memory() and (compared or not self._resident_start):
+            self._resident_start = return_freed_memory()
+
+    def watch_resident(self, plan: StepPlan | None = None) -> ResidentLimit | None:
+        """Return the started limit of a plan's step, or one that only measures."""
+        if not self._resident_start or (plan is not None and plan.resident is None):
+            return None
+        limit = plan.resident if plan is not None else None
+        if limit is None:
+            limit = ResidentLimit(rise=2**62, default_growth=0)
+        limit.begin(self._resident_start)
+        return limit
 
     def measure(self, meter: StepRecorder) -> int:
         """Return the peak of a watched step, optimizer states included."""
@@ -245,10 +269,8 @@ class StepPlanner:
             missing = self._states.nbytes - plan.compiled.trace.optimizer_bytes
             if missing > 0:
                 self.plans.remove(plan)
-                group = StepRecordings(
-                    plan.kind, changing=plan.changing, parameters=plan.parameters
-                )
-                self._adopt(group, with_constant(plan.compiled.trace, missing), None)
+                trace = with_constant(plan.compiled.trace, missing)
+                self._adopt(StepRecordings.of(plan), trace, None)
 
     def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
         missing = self._states.nbytes - trace.optimizer_bytes
@@ -262,19 +284,25 @@ class StepPlanner:
         planner = StepPlanner(settings)
         planner.saved, planner.repeatable = self.saved, self.repeatable
         for plan in self.plans:
-            group = StepRecordings(plan.kind, changing=plan.changing, parameters=plan.parameters)
-            planner._plan(group, plan.compiled.problem, None)
+            planner._plan(StepRecordings.of(plan), plan.compiled.problem, None)
         return planner
 
     def _plan(
-        self, group: StepRecordings, problem: PlanningProblem, known: SavedPlan | None
+        self,
+        group: StepRecordings,
+        problem: PlanningProblem,
+        known: SavedPlan | None,
+        *,
+        overhead: int = 0,
     ) -> None:
         settings, trace = self.settings, problem.trace
         start = time.perf_counter()
         budget = settings.bytes_of(trace.peak)
         # Undoing a step needs copies; a step that drops nothing is never undone.
         reserve = self._reserve(group)
-        target = budget if trace.peak <= budget else max(1, budget - reserve)
+        target = budget - overhead
+        if trace.peak > target:
+            target = max(1, target - reserve)
         best = _evaluate_saved(problem, known, target) or search_plan(
             problem, target, seed=settings.seed, effort=settings.effort
         )
@@ -282,7 +310,7 @@ class StepPlanner:
             least = find_floor(problem, seed=settings.seed, effort=settings.effort)
             best = replace(least, fits=least.evaluation.peak <= target)
         if not best.fits:
-            floor = best.evaluation.peak + reserve
+            floor = best.evaluation.peak + reserve + overhead
             raise BudgetError(
                 "the training step does not fit the budget",
                 code="budget.below_floor",
@@ -294,9 +322,61 @@ class StepPlanner:
         ready = compile_plan(problem, best.states, best.evaluation, check=settings.check)
         seconds = time.perf_counter() - start
         self.last = StepPlan(
-            group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
+            group.kind,
+            ready,
+            budget,
+            reserve,
+            group.changing,
+            group.parameters,
+            seconds,
+            resident_rise=group.resident_rise,
+            resident=self._resident_limit(ready, group.resident_rise),
+            overhead=overhead,
         )
         self.plans.append(self.last)
+
+    def _resident_limit(self, plan: CompiledPlan, plain_rise: int) -> ResidentLimit | None:
+        """Return the limit of resident memory of a step that took `plain_rise` bytes without a budget."""
+        trace = plan.trace
+        # Below 64 MiB the interpreter's own allocations are as large as what a budget saves.
+        if not plain_rise or trace.peak < 64 * 2**20:
+            return None
+        if any(slot.device.type != "cpu" for slot in trace.slots):
+            return None
+        start = sum(stored.size for stored in trace.storages if stored.birth == 0)
+        plain = start + max(plain_rise, trace.peak - start)
+        largest = max(stored.size for stored in trace.storages)
+        ends = {
+            trace.values[candidate.value].storage: candidate.free_from
+            for candidate, state in zip(plan.problem.candidates, plan.states, strict=True)
+            if state
+        }
+        return ResidentLimit(
+            self.settings.bytes_of(plain) - start,
+            default_growth=largest,
+            long_lived=find_long_lived(trace, ends),
+        )
+
+    def _tighten(self, plan: StepPlan) -> None:
+        """Plan a step again with room for the resident memory that exceeded its limit."""
+        assert plan.resident is not None
+        excess = plan.resident.latest - plan.resident.rise
+        over = f"a step took {format_bytes(excess)} more resident memory than the budget"
+        self.plans.remove(plan)
+        try:
+            self._plan(
+                StepRecordings.of(plan),
+                plan.compiled.problem,
+                None,
+                overhead=plan.overhead + excess,
+            )
+        except BudgetError:
+            plan.resident.excess_is_known = True
+            self.plans.append(plan)
+            self._warn(
+                f"{over}, and no plan takes less",
+                f"raise the budget by {format_bytes(excess)}, or make the batch smaller",
+            )
 
     def _reserve(self, group: StepRecordings) -> int:
         """Return the bytes of copies of buffers, and of gradients that exist before the step."""
@@ -334,6 +414,8 @@ class StepPlanner:
             self.counts.planned += 1
             self.counts.recomputed += run.recomputed / 1e9
             self.counts.busy += (run.ended - run.began) / 1e9
+            if plan.resident is not None and plan.resident.is_exceeded and plan.runs > 1:
+                self._tighten(plan)
             return
         self.counts.reasons.append(run.changed)
         if run.undone:

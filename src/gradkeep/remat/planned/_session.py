@@ -28,6 +28,7 @@ from gradkeep.remat.planned._planned_step import (
     WatchedStep,
     unpack,
 )
+from gradkeep.remat.planned._resident import hold_freed_memory, release_hold
 from gradkeep.remat.planned._step_recorder import KeptTensor, StepRecorder
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ class BudgetSession:
         self._snapshot: StepSnapshot | None = None
         self._running: tuple[torch.nn.Module, ...] = ()
         self._online: OnlineRuntime | None = None
+        self._holds_memory = False
+        """The C library holds freed memory until a limit is reached."""
         self._batch = BatchShapes(self._is_next_step, self._on_batch)
         self._detached = False
         """It was exited in another thread: its hooks remain, and do nothing."""
@@ -186,6 +189,9 @@ class BudgetSession:
     def _remove_hooks(self) -> None:
         """Remove the hooks of this thread."""
         _active.session = None
+        if self._holds_memory:
+            release_hold()
+            self._holds_memory = False
         self._batch.close()
         self._hooks.__exit__(None, None, None)
         if self._detached:
@@ -210,6 +216,7 @@ class BudgetSession:
         if self._keep_all:
             return
         self._planner.make_plans()
+        self._planner.begin_step()
         if self._planner.online_fallback.chosen:
             if self._online is None:
                 self._online = self._planner.online_fallback.enter()
@@ -226,7 +233,10 @@ class BudgetSession:
     def _record(self) -> None:
         self._abandon()
         self._recording = StepRecorder(
-            cloning=self._cloning, inputs=self._inputs, running=self._running
+            cloning=self._cloning,
+            inputs=self._inputs,
+            running=self._running,
+            resident=self._planner.watch_resident(),
         )
         self._mode.start(self._recording)
 
@@ -327,14 +337,22 @@ class BudgetSession:
         if snapshot is not None:
             snapshot.capture(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan
-        run = self._run = PlannedStep(plan.compiled, self._inputs, snapshot=snapshot)
+        resident = self._planner.watch_resident(plan)
+        if resident is not None and not self._holds_memory:
+            hold_freed_memory()
+            self._holds_memory = True
+        run = self._run = PlannedStep(
+            plan.compiled, self._inputs, snapshot=snapshot, resident=resident
+        )
         if plan.needs_measuring and self._meter is None:
             self._measure()
         return run
 
     def _measure(self) -> None:
         """Measure the peak of a planned step."""
-        self._meter = StepRecorder(cloning=False, inputs=self._inputs, running=self._running)
+        self._meter = StepRecorder(
+            cloning=False, inputs=self._inputs, running=self._running, reruns=False
+        )
         self._mode.start(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:

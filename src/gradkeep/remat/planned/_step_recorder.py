@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat._tensors import OperatorCall
     from gradkeep.remat.planned._plan_cache import OptimizerStates
+    from gradkeep.remat.planned._resident import ResidentLimit
 
 _current_task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
@@ -109,7 +110,13 @@ class StepRecorder:
         cloning: bool | Callable[[StepRecorder, Tensor], bool],
         inputs: Sequence[Tensor] = (),
         running: Sequence[nn.Module] = (),
+        resident: ResidentLimit | None = None,
+        reruns: bool = True,
     ) -> None:
+        self._reruns = reruns
+        """Find out how operators can run again, by running each of them twice."""
+        self.resident = resident
+        """Measures the resident memory of the step."""
         self.cloning = cloning is True
         self._choose_cloning = cloning if callable(cloning) else None
         self.walk = GraphWalk()
@@ -202,7 +209,7 @@ class StepRecorder:
                 self._resized(alive, size, before)
         self._add_event("op", number)
         recipe = OperatorRerun(None, (), ())
-        if not backward and len(inputs) == len(passed):
+        if self._reruns and not backward and len(inputs) == len(passed):
             values = dict(zip(map(id, inputs), reads, strict=True))
 
             def shown(tensor: Tensor) -> TensorRef:
@@ -346,6 +353,8 @@ class StepRecorder:
 
     def pack(self, tensor: Tensor) -> KeptTensor:
         """Record a saved tensor; in a cloning recording autograd gets a copy."""
+        if self.resident is not None:
+            self.resident.check()
         self.quiet = True
         try:
             if _current_task() != -1 or not has_storage(tensor):
@@ -398,6 +407,8 @@ class StepRecorder:
 
     def on_unpack(self, slot: int) -> None:
         """Record a request of the backward pass."""
+        if self.resident is not None:
+            self.resident.check()
         if self._unchecked_writes:
             self._check_unversioned_writes()
         self._keeps_graph |= keeps_graph()
