@@ -436,10 +436,11 @@ def _with_shared_prefix(layer: LayerStorage, owner: LayerStorage) -> LayerStorag
 def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return False
-    if one.is_meta:
-        return one is other  # meta tensors have no addresses
-    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return one is other or (same and one.shape == other.shape and one.dtype == other.dtype)
+    places = [  # by storages: fake tensors have no addresses
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
+        for t in (one, other)
+    ]
+    return one is other or places[0] == places[1]
 
 
 def _check_same(layer: LayerStorage, form: AnyForm) -> None:
