@@ -260,9 +260,7 @@ def _validate_checkpoints(checkpoints: object) -> Checkpoints:
     )
     if not mapping:
         raise CaptureError(
-            "checkpoints is empty",
-            code="capture.no_checkpoints",
-            fix="Pass {name: weights, ...}, or a name.",
+            "checkpoints is empty", code="capture.no_checkpoints", fix="Pass {name: weights}."
         )
     for entry in mapping.values():
         source = entry.source if isinstance(entry, Weights) else entry

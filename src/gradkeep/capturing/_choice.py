@@ -112,7 +112,7 @@ def find_leading_layers(
     }
     if not any(layer.mean > 0 for layer in layers.values()):
         raise CaptureError(
-            f"all gradients of {moments.rows} rows are zero, so there is no basis for coordinates",
+            f"all gradients of {moments.rows} rows are zero, so there is no basis",
             code="capture.zero_basis",
             fix="Check the task and the labels, or capture an earlier checkpoint.",
         )
@@ -190,7 +190,7 @@ def random_coordinates(forms: Mapping[LayerUnit, AnyForm], keep: Keep) -> Chosen
     side, signs = choose_side(sizes, keep, list(forms)), keep.coordinates != "random"
     if count_pairs(sizes, side) > keep.sums:
         raise CaptureError(
-            f"{keep.sums} coordinates are too few for one per weight ({len(sizes)} weights)",
+            f"{keep.sums} coordinates are too few for {len(sizes)} weights",
             code="capture.too_few_coordinates",
             fix="Keep more bytes, or choose fewer layers with layers=.",
         )
@@ -306,7 +306,7 @@ def _finite(moment: Tensor) -> Tensor:
         raise CaptureError(
             "gradients of the rows for the basis are not finite",
             code="capture.infinite_basis",
-            fix="Look for exploded losses: capture with keep='losses' first. Training diverged.",
+            fix="Look for exploded losses: capture with keep='losses' first.",
         )
     return moment
 

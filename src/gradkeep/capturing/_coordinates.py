@@ -14,7 +14,6 @@ import torch
 import xxhash
 
 import gradkeep.store as gs
-from gradkeep._budgets import format_bytes
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._choice import (
     block_sizes,
@@ -28,7 +27,7 @@ from gradkeep.capturing._choice import (
 from gradkeep.capturing._first_batch import rows_within
 from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._moments import measure_moments
-from gradkeep.capturing._rows import RowMaker, measured_values, run_tracer, traced_fingerprints
+from gradkeep.capturing._rows import RowMaker, measured_values
 from gradkeep.capturing._storage import arrays_of
 from gradkeep.capturing._tracer import Reducer
 from gradkeep.capturing.rules._layers import LayerGradients
@@ -47,12 +46,11 @@ if TYPE_CHECKING:
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._rows import Values
     from gradkeep.capturing._storage import LayerStorage
-    from gradkeep.capturing._tracer import Traced, Tracer
+    from gradkeep.capturing._tracer import Traced
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._bits import BitWidth
     from gradkeep.factors._form import GradientRows
-    from gradkeep.remat import MemoryBudget
     from gradkeep.store import BasisKey, Encoding, Store
 
 _FORMAT = 1
@@ -199,11 +197,9 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
     facts: Any = block.schema.fingerprints
     if facts.get("format") != _FORMAT:
         raise CaptureError(
-            "the basis has an unknown format",
+            f"the basis has an unknown format, {facts.get('format')}",
             code="capture.basis_format",
             path=block.path,
-            found=facts.get("format"),
-            expected=_FORMAT,
             fix="Open it with a later version of gradkeep.",
         )
     row = block.read_rows(np.zeros(1, np.int64), list(block.names))
@@ -272,11 +268,9 @@ def find_basis(
             )
         if basis.task not in (task.describe(), task.trained_as()):
             raise CaptureError(
-                "the basis was computed with another task",
+                f"the basis was computed with another task: {basis.task}",
                 code="capture.basis_task",
                 path=path,
-                found=basis.task,
-                expected=task.describe(),
                 fix="Pass another name=.",
             )
         _check_layers(basis, prepared, path)
@@ -308,9 +302,9 @@ def find_basis(
         chosen = random_coordinates(moments.forms, keep)
     if not chosen.layers:
         raise CaptureError(
-            f"{format_bytes(keep.row_bytes)} are too few for one coordinate of any layer",
+            f"{keep.row_bytes} bytes are too few for a coordinate",
             code="capture.too_few_bytes",
-            fix="Keep more bytes, or choose fewer layers with layers=.",
+            fix="Keep more.",
         )
     basis = CaptureBasis(
         layers={unit.name: projection for unit, projection in chosen.layers.items()},
@@ -337,8 +331,7 @@ def _check_layers(basis: CaptureBasis, prepared: PreparedCapture, path: str) -> 
                     f"the basis does not fit layer {name} of this model",
                     code="capture.basis_layers",
                     path=path,
-                    fix="Capture the model that the basis was computed with, or pass "
-                    "another name=.",
+                    fix="Capture the model of the basis, or pass another name=.",
                 )
 
 
@@ -357,12 +350,8 @@ CODES: dict[BitWidth, Encoding] = {
 class CoordinateMaker(RowMaker):
     """Compute rows of coordinates in a basis, some bits each."""
 
-    tracer: Tracer
-    """Traces the units that the basis has coordinates of."""
     basis: CaptureBasis
     bits: BitWidth
-    recompute: MemoryBudget | None
-    left_out: tuple[str, ...]
 
     @property
     def joined(self) -> int:
@@ -385,12 +374,12 @@ class CoordinateMaker(RowMaker):
         values = projection.applied(piece.form, piece.rows.widened(), blocks).float()
         return LayerGradients(Dense(piece.form.parameters, "", values.shape[1]), DenseRows(values))
 
-    def _pass(self, batch: Any, *, alone: bool) -> Traced:
-        units = self.tracer.units
-        light = frozenset(m for u in units if u.rule not in DENSE_RULES for m in u.modules)
-        recompute = None if alone else self.recompute
-        reducer = Reducer(units, self._coordinates)
-        return run_tracer(self.tracer, batch, reducer, self.device, recompute, light)
+    def _reducer(self, *, alone: bool) -> Reducer:
+        return Reducer(self.tracer.units, self._coordinates)
+
+    def _light(self) -> frozenset[nn.Module]:
+        units = [unit for unit in self.tracer.units if unit.rule not in DENSE_RULES]
+        return frozenset(module for unit in units for module in unit.modules)
 
     def _values(self, measured: Measured) -> Values:
         values = measured_values(measured)
@@ -420,7 +409,7 @@ class CoordinateMaker(RowMaker):
 
     def fingerprints(self, values: Values) -> dict[str, str]:
         """Return facts that identify the gradients and their basis."""
-        facts = traced_fingerprints(self.tracer, values, self.left_out)
+        facts = RowMaker.fingerprints(self, values)
         return facts | {"basis": self.basis.fingerprint, "kept": self.basis.summary(self.bits)}
 
     def notes(self) -> list[str]:
@@ -439,10 +428,10 @@ class CoordinateMaker(RowMaker):
     def facts(self) -> list[str]:
         """Describe what is stored, and which layers are not."""
         facts = [f"kept {self.basis.summary(self.bits)}"]
-        if self.left_out:
-            some = ", ".join(self.left_out[:4]) + (" ..." if len(self.left_out) > 4 else "")
+        if self.skipped:
+            some = ", ".join(self.skipped[:4]) + (" ..." if len(self.skipped) > 4 else "")
             facts.append(
-                f"{len(self.left_out)} layers have no coordinate among the kept ones ({some}); "
+                f"{len(self.skipped)} layers have no coordinate among the kept ones ({some}); "
                 "layers= chooses layers, and more bytes keep more of them"
             )
         return facts
@@ -485,12 +474,12 @@ def coordinate_maker(
     prepared: PreparedCapture,
     basis: CaptureBasis,
     keep: Keep | None,
-    watched: dict[str, nn.Module],
-    *,
-    recompute: MemoryBudget | None,
-    device: torch.device,
+    common: Mapping[str, Any],
 ) -> CoordinateMaker:
-    """Build the maker of rows in a basis; without `keep` coordinates are not rounded."""
+    """Build the maker of rows in a basis; without `keep` coordinates are not rounded.
+
+    `common` holds the fields that every maker has.
+    """
     bits: BitWidth = 32 if keep is None else keep.bits
     tracer = prepared.tracer
     exact = {layer.unit: layer for layer in prepared.layers}
@@ -511,11 +500,9 @@ def coordinate_maker(
         tracer=dataclasses.replace(tracer, units=units),
         basis=basis,
         bits=bits,
-        watched=watched,
-        recompute=recompute,
-        device=device,
         layers=layers,
-        left_out=tuple(unit.name for unit in tracer.units if unit.name not in basis.layers),
+        **common,
+        skipped=tuple(unit.name for unit in tracer.units if unit not in units),
     )
 
 

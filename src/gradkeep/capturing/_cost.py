@@ -47,6 +47,7 @@ from gradkeep.capturing.rules._layers import (
     LayerGradients,
     dense_gradients,
     linear_gradients,
+    lookup_form,
     tied_pieces,
 )
 from gradkeep.capturing.rules._rules import (
@@ -62,7 +63,7 @@ from gradkeep.capturing.rules._rules import (
 )
 from gradkeep.errors import CaptureError, GradkeepError
 from gradkeep.factors._bits import PACKED
-from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._lookup import LookupRows
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._gradients import select_layers
 from gradkeep.query._planner import FLOPS, WRITE
@@ -202,15 +203,15 @@ def probe_capture(
         prepared = prepare_capture(model, task, own, settings)
         shaped = measure_shapes(prepared, own) if shaped is None else shaped
         pace = measure_pace(model, task, own, settings.of, shaped.pass_seconds)
-        maker = GradientMaker(prepared=prepared, layers=prepared.layers, watched={}, device=device)
+        maker = GradientMaker.of(prepared, watched={}, device=device)
         row_seconds, row_bytes = measure_rows(maker, own)
         # If it is quick, run as many rows at once as a capture does: batches have a fixed cost.
         many = min(batch_size(batch), int(_QUICK_SECONDS / 4 / max(row_seconds, 1e-6)), 256)
         if many > batch_size(own):
             own = to_device(rows_of(batch, 0, many), device)
             row_seconds, row_bytes = min(measure_rows(maker, own) for _ in range(3))
-    known = {"pace": pace, "measured_bytes": row_bytes, "measured_seconds": row_seconds}
-    return dataclasses.replace(shaped, prepared=prepared, **known)
+    shaped = dataclasses.replace(shaped, prepared=prepared, pace=pace)
+    return dataclasses.replace(shaped, measured_bytes=row_bytes, measured_seconds=row_seconds)
 
 
 def plan_shapes(
@@ -345,10 +346,9 @@ def _shaped_piece(
             if rule.rule == "embedding":
                 return rule, _lookup(unit, own, rows, numbers)
             if rule.rule == "tied":
-                head = [call for call in own if call not in looked]
-                name, module, parameters = unit.name, head[0].module, unit.parameters
-                high = linear_gradients(name, module, parameters, head, rows=rows, axis=rule.axis)
-                return rule, tied_pieces(unit, _lookup(unit, looked, rows, numbers), high)
+                low = _lookup(unit, looked, rows, numbers)
+                high = linear_gradients(rule, [call for call in own if call not in looked], rows)
+                return rule, tied_pieces(unit, low, high)
             return rule, unit_gradients(rule, own, rows=rows)
     values = torch.empty(rows, unit.size, device="meta")
     piece = dense_gradients(unit.name, unit.parameters, values)
@@ -360,19 +360,17 @@ def _lookup(
 ) -> LayerGradients:
     """Count the distinct tokens of the real batch, or all of them if it is not known."""
     table: Any = calls[0].module
-    size, width = table.num_embeddings, table.embedding_dim
-    prefix, suffix = f"{unit.name}.prefix", f"{unit.name}.suffix"
-    form = Lookup(unit.parameters[:1], prefix, suffix, rows=size, width=width)
     each = sum(call.input.numel() for call in calls) // (1 if shared else rows)
-    counts = [min(each, size)] * rows
+    counts = [min(each, table.num_embeddings)] * rows
     known = numbers.get(_storage(calls[0].input)) if len(calls) == 1 else None
     if known is not None and known.numel() == calls[0].input.numel():
         tokens = known.reshape(rows, -1).cpu()
         counts = [len(row[row != table.padding_idx].unique()) for row in tokens]
     offsets = torch.tensor([0, *counts]).cumsum(0)
     ids = torch.empty(sum(counts), dtype=torch.int64, device="meta")
-    g = torch.empty(sum(counts), width, device="meta", dtype=table.weight.dtype)
-    return LayerGradients(form, LookupRows(ids, g, offsets))
+    shape = sum(counts), table.embedding_dim
+    g = torch.empty(shape, device="meta", dtype=table.weight.dtype)
+    return LayerGradients(lookup_form(unit, table), LookupRows(ids, g, offsets))
 
 
 def measure_pace(

@@ -81,12 +81,9 @@ class DistributedCapture:
                 code="capture.unknown_length",
                 fix="Pass a DataLoader of a data set with a length, or capture without workers=.",
             )
-        ranges = segment_ranges(
-            schema.num_rows,
-            schema.rows_per_segment,
-            batch=batch_size(replay.batches.first),
-            workers=count_workers(self.workers, self.engine),
-        )
+        workers, size = count_workers(self.workers, self.engine), batch_size(replay.batches.first)
+        per_segment = schema.rows_per_segment
+        ranges = segment_ranges(schema.num_rows, per_segment, batch=size, workers=workers)
         if len(ranges) < 2:
             return RowAlarms()  # this process is faster than starting another
         job = _RangeJob(
@@ -102,11 +99,8 @@ class DistributedCapture:
             values={n: v for n, v in here.first.rows.values.items() if n in ("loss", "norm")},
         )
         title = f"capture {key.split} at {key.checkpoint}"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.threads())
-            report = (
-                stack.enter_context(show_progress(title, "ranges")) if replay.progress else None
-            )
+        bar = show_progress(title, "ranges") if replay.progress else contextlib.nullcontext()
+        with self.threads(), bar as report:
 
             def on_progress(seen: Progress) -> None:
                 if report is not None:
@@ -134,10 +128,7 @@ class DistributedCapture:
                 ) from error
         examples = [int(number) for number in counts["example"]]
         if _MISMATCH in examples:
-            raise BatchMismatchError(
-                "a batch does not fit the choices made on the first batch",
-                fix="Capture without workers=.",
-            )
+            raise BatchMismatchError("a batch does not fit the choices made on the first batch")
         rows, zero, tiny = (int(np.sum(counts[name])) for name in ("rows", "zero", "tiny"))
         example = min((one for one in examples if one >= 0), default=None)
         return RowAlarms(rows, zero, tiny, example)
@@ -225,10 +216,8 @@ class _RangeJob:
         versions = _versions()
         if versions != self.versions:
             raise CaptureError(
-                "this worker has other package versions than the process that started the capture",
+                f"this worker has other package versions: {versions}, not {self.versions}",
                 code="capture.worker_versions",
-                found=str(versions),
-                expected=str(self.versions),
                 fix="Install the same versions everywhere.",
             )
         sys.path += [path for path in self.paths if path not in sys.path]

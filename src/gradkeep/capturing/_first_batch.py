@@ -15,8 +15,14 @@ from gradkeep._arguments import check_fields, count, instance, number, one_of, o
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs, Uncovered, choose_rules
-from gradkeep.capturing._storage import NO_ADJUSTMENTS, Adjustments, choose_storage, parse_storage
-from gradkeep.capturing._tracer import Tracer, no_gradients
+from gradkeep.capturing._storage import (
+    NO_ADJUSTMENTS,
+    Adjustments,
+    choose_storage,
+    no_gradients,
+    parse_storage,
+)
+from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
@@ -101,7 +107,6 @@ class Keep:
                 raise CaptureError(
                     "only whitened coordinates of one bit can share a byte",
                     code="capture.group_needs_bits",
-                    found=f"group={self.group}, bits={self.bits}, coordinates={self.coordinates!r}",
                     fix="Pass group=0, or leave out bits and coordinates.",
                 )
         number("damping", self.damping, error=CaptureError, least=1e-12, most=1e12)
@@ -113,13 +118,9 @@ class Keep:
             object.__setattr__(self, "group", MOST_IN_GROUP if grouped else 0)
         if self.row_bytes < LEAST:
             raise CaptureError(
-                "too few bytes to store a row",
+                f"too few bytes to store a row: keep={format_bytes(self.row_bytes)}",
                 code="capture.too_few_bytes_per_row",
-                found=f"keep={format_bytes(self.row_bytes)}",
-                expected=(
-                    f"at least {format_bytes(LEAST)}: id, fingerprint, loss and scale take "
-                    f"{OVERHEAD} B"
-                ),
+                expected=f"at least {format_bytes(LEAST)}; {OVERHEAD} B of them for id, loss and scale",
                 fix="Pass keep='1KiB' or more; keep='losses' stores no gradients.",
             )
 
@@ -195,10 +196,8 @@ def _bytes(value: int | str) -> int:
         return parse_bytes(value)
     except BudgetError as error:
         raise CaptureError(
-            "keep must be a number of bytes per row",
+            f"keep must be a number of bytes per row, such as '4KiB', not {value!r}",
             code="capture.keep_not_bytes",
-            found=repr(value),
-            expected="a size such as '4KiB'",
         ) from error
 
 
@@ -232,9 +231,7 @@ class CaptureSettings:
             raise CaptureError(
                 "encoding and tolerance cannot be combined with a number of bytes per row",
                 code="capture.keep_with_encoding",
-                found=f"encoding={self.encoding!r}, tolerance={self.tolerance}",
-                fix="Leave them out; gk.Keep('4KiB', bits=8) stores fewer coordinates "
-                "with more bits.",
+                fix="Leave them out; gk.Keep('4KiB', bits=8) stores fewer coordinates with more bits.",
             )
         choice = self.layers
         several = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else ()
@@ -385,15 +382,13 @@ def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     return int((2 * saved + 2 * factors + 2 * stored) / max(1, rows)) + 1
 
 
-def coordinate_footprint(prepared: PreparedCapture, coordinates: int, batch: Any, rows: int) -> int:
+def coordinate_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     """Return the peak bytes of one sample of compressed captures, whose factors are freed at once.
 
-    Counts what autograd saves, gradients of its largest tensor, and the coordinates by layer, together
-    and once more while they are rounded.
+    Counts what autograd saves, and gradients of its largest tensor.
     """
     saved = _saved(prepared, batch)
-    passing = sum(saved) + 3 * max(saved, default=0)
-    return passing // max(1, rows) + 3 * 4 * coordinates + 1
+    return (sum(saved) + 3 * max(saved, default=0)) // max(1, rows) + 1
 
 
 def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
@@ -420,9 +415,8 @@ def rows_within(budget: int, footprint: int, *, beside: int = 0) -> int:
     if rows < 1:
         least = (footprint + beside) * _SEGMENT_SHARE // (_SEGMENT_SHARE - 1) + 1
         raise BudgetError(
-            "the memory budget is too small for one sample",
+            f"the memory budget of {format_bytes(budget)} is too small for one sample",
             code="budget.below_one_sample",
-            found=format_bytes(budget),
             expected=f"at least {format_bytes(least)}",
             fix=f"Pass memory_budget={least} or more, or fewer layers.",
         )

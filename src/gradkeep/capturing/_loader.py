@@ -86,8 +86,7 @@ class ColumnChoice:
                 raise CaptureError(
                     f"the batch has no column {key!r}; it must be a dict with lists or tensors",
                     code="capture.missing_column",
-                    fix="Let the collate function pass it on, or give all values in the "
-                    f"loader's order: columns={{{name!r}: dataset[{key!r}]}}.",
+                    fix=f"Let the collate function pass it on, or pass columns={{{name!r}: dataset[{key!r}]}}.",
                 )
             columns[name] = batch[key]
         if isinstance(batch, Mapping):
@@ -147,8 +146,7 @@ def column_array(name: str, column: Any) -> np.ndarray[Any, Any] | Ragged:
     raise CaptureError(
         f"column {name!r} must hold a text in UTF-8 or a number for each row",
         code="capture.bad_column",
-        fix="Fill missing values, and turn lists and dicts into texts, for instance "
-        "with json.dumps.",
+        fix="Fill missing values, and turn lists and dicts into texts with json.dumps.",
     )
 
 
@@ -157,7 +155,6 @@ def _check_length(name: str, values: Any, rows: int) -> None:
         raise CaptureError(
             f"column {name!r} must have a value for each of {rows} rows",
             code="capture.column_length",
-            found=f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__,
             fix="Give them in the loader's order; for packed batches, one per document.",
         )
 
@@ -312,7 +309,7 @@ def task_batches(
         raise CaptureError(
             "the loader has no batch with a sample",
             code="capture.empty_loader",
-            fix="Check that the data set is not empty.",
+            fix="Check the data set.",
         )
     whole, own = _split_ids(first, inside)
     first = whole if unpacking is None else unpacking.parts(whole)[0]
@@ -324,9 +321,8 @@ def task_batches(
         first = unpacking.parts(whole)[0]
     if choice.by_order and inside is not None:
         raise CaptureError(
-            "columns in the loader's order cannot be combined with ids from the batches",
+            f"{', '.join(choice.by_order)} in the loader's order, but ids from the batches",
             code="capture.columns_by_order",
-            found=", ".join(choice.by_order),
             fix="Have the collate function pass them on, and name them: columns=['text'].",
         )
     first = choice.split(first, at=0, rows=batch_size(first))
@@ -356,9 +352,8 @@ def _check_nothing_dropped(loader: Iterable[Any]) -> None:
         return
     if getattr(sampler, "drop_last", False) and rows % (size or 1):
         raise CaptureError(
-            "the loader drops its last samples",
+            f"the loader drops its last samples of {rows}",
             code="capture.drops_samples",
-            found=f"drop_last=True with {rows} samples in batches of {size}",
             fix="Use drop_last=False.",
         )
 
@@ -375,8 +370,7 @@ def _split_ids(batch: Any, ids: Any) -> tuple[Any, Any]:
         raise CaptureError(
             f"the batch has no ids at {ids!r}",
             code="capture.no_ids",
-            found=type(batch).__name__,
-            fix="Pass ids= as the key or index of the ids in a batch.",
+            fix="Pass ids= as their key or index.",
         ) from error
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key != ids}, values
@@ -397,9 +391,8 @@ def as_loader(loader: Any, batch_size: int | None) -> Any:
     indexed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
     if not indexed or isinstance(loader, torch.utils.data.DataLoader):
         raise CaptureError(
-            "batch_size is for data sets",
+            f"batch_size is for data sets, not for {type(loader).__name__}",
             code="capture.batch_size_of_loader",
-            found=type(loader).__name__,
             fix="Leave out batch_size=, or pass a map-style data set instead of a loader.",
         )
     return torch.utils.data.DataLoader(loader, batch_size=size)

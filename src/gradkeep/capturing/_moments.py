@@ -74,9 +74,7 @@ def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device)
             )
     if not total.rows:
         raise CaptureError(
-            "there are no rows to compute a basis from",
-            code="capture.empty_basis",
-            fix="Check the loader.",
+            "there are no rows for a basis", code="capture.empty_basis", fix="Check the loader."
         )
     return total
 

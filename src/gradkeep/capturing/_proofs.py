@@ -168,8 +168,7 @@ def choose_rules(
             "some parameters have no factor rule",
             code="capture.uncovered",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
-            fix="Pass uncovered='dense' to store their whole gradients, or 'skip' to "
-            "leave them out.",
+            fix="Pass uncovered='dense' to store their whole gradients, or 'skip' to leave them out.",
         )
     if dense and uncovered == "skip":
         for unit in dense:
@@ -277,8 +276,7 @@ class _RuleSearch:
         for rule, piece in pieces.items():
             if not self._fits(piece, self.expected[whole[rule]]):
                 raise CaptureError(
-                    f"layer {rule.name}: the gradients of single samples do not "
-                    "add up to that of the batch",
+                    f"layer {rule.name}: single samples' gradients do not add up to the batch's",
                     code="capture.gradients_do_not_add_up",
                     found="samples that influence each other, or randomness in the model",
                     fix="Capture in eval mode (mode='eval'), without batch statistics.",
@@ -448,7 +446,6 @@ def moved_rows_error(names: Sequence[str], row: int | None = None) -> BatchMisma
         f"layer {names[0]}: the captured gradient of {where} differs from autograd's",
         Adjustments(single=frozenset(names)),
         code="capture.rows_moved",
-        found=f"rows that lie elsewhere than in the first batch, in {len(names)} "
-        f"layers: {', '.join(names[:4])}",
+        found=f"rows that lie elsewhere than in the first batch: {', '.join(names[:4])}",
         fix="Keep the order of samples inside of the model, or capture with batches of one row.",
     )

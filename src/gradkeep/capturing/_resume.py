@@ -19,10 +19,7 @@ import torch
 import xxhash
 from torch import nn
 
-from gradkeep.capturing._batches import (
-    format_ids,
-    rows_of,
-)
+from gradkeep.capturing._batches import format_ids, rows_of
 from gradkeep.capturing._readiness import stored_weight
 from gradkeep.capturing._storage import Adjustments, storage_of
 from gradkeep.errors import CaptureError, NotSealedError
@@ -94,17 +91,16 @@ class RowFingerprints:
 
 def changed_rows_error(ids: Ids, *, path: str, known: int) -> CaptureError:
     """Build the error about rows whose contents have changed."""
-    also = f", and so have {len(ids) - 1} others" if len(ids) > 1 else ""
     return CaptureError(
-        f"the data of sample {ids[0]} has changed since this capture was started{also}",
+        f"the data of sample {ids[0]} has changed since this capture was started",
         code="capture.rows_changed",
         path=path,
         found=f"other inputs or labels in {len(ids)} of {known} rows: {format_ids(ids)}",
-        fix="Use the same data in the same order, store these rows as another capture "
-        "with name=, or delete the old one with store.delete(key) first.",
+        fix=f"Use the same data in the same order, {_ANOTHER}",
     )
 
 
+_ANOTHER = "store these rows as another capture with name=, or delete the old one first."
 _VALUES = ("loss", "output", "slope", "label")
 _WITHIN = {"float32": 1e-3, "float64": 1e-7}
 """Relative errors of values that are computed twice, in batches of other sizes."""
@@ -181,13 +177,9 @@ class EarlierRun:
                 "these are not the rows of the finished capture",
                 code="capture.other_rows",
                 path=self.path,
-                found=(
-                    f"{seen} rows, of which {len(added)} are new"
-                    + (f": {format_ids(added)}" if len(added) else "")
-                ),
+                found=f"{seen} rows, of which {len(added)} are new: {format_ids(added)}",
                 expected=f"the {self.rows} stored rows",
-                fix="Use the same data, store these rows as another capture with name=, "
-                "or delete the old one with store.delete(key) first.",
+                fix=f"Use the same data, {_ANOTHER}",
             )
 
 
@@ -222,15 +214,11 @@ class RecomputeCheck:
             other = self._differences(self._places.pop(number), arrays)
             if other:
                 raise CaptureError(
-                    f"sample {number} differs from the stored row when it is "
-                    "recomputed: the model or the task has changed, though "
-                    "weights and data have not",
+                    f"sample {number} differs from the stored row: the model or the task has changed",
                     code="capture.function_changed",
                     path=self._earlier.path,
                     found="; ".join(other[:6]),
-                    fix="Use the code of the model and the task of the earlier run, "
-                    "store these rows as another capture with name=, or delete the "
-                    "old one with store.delete(key) first.",
+                    fix=f"Use the code of the earlier run, {_ANOTHER}",
                 )
 
     def _differences(self, place: int, arrays_now: RowArrays) -> list[str]:

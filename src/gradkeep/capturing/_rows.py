@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
-    from gradkeep.capturing.tasks._tasks import Measured, Task
+    from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._form import GradientRows
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Writer
@@ -65,9 +65,13 @@ class RowArrays:
 class RowMaker(abc.ABC):
     """Compute the rows of a capture from batches."""
 
+    tracer: Tracer
     watched: dict[str, nn.Module]
     """Modules whose outputs are stored as embeddings."""
     device: torch.device
+    skipped: tuple[str, ...] = ()
+    """Layers that are not stored."""
+    recompute: MemoryBudget | None = None
     layers: tuple[LayerStorage, ...] = ()
     audit: RowAudit | None = None
     moments: FirstMoments | None = None
@@ -107,8 +111,19 @@ class RowMaker(abc.ABC):
             for one in self.layers
         )
 
-    @abc.abstractmethod
-    def _pass(self, batch: Any, *, alone: bool) -> Traced: ...
+    def _pass(self, batch: Any, *, alone: bool) -> Traced:
+        options: dict[str, Any] = {}
+        if self.recompute is not None and not alone:  # inside of a step of that budget
+            options = {"light": self._light(), "within": self.recompute.step}
+        reducer = self._reducer(alone=alone)
+        return self.tracer.run(batch, reducer=reducer, device=self.device, **options)
+
+    def _reducer(self, *, alone: bool) -> Reducer | None:
+        return None
+
+    def _light(self) -> frozenset[nn.Module]:
+        """Return modules whose inputs are needed only until their gradients are reduced."""
+        return frozenset()
 
     def _values(self, measured: Measured) -> Values:
         return measured_values(measured)
@@ -119,9 +134,12 @@ class RowMaker(abc.ABC):
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         """Return gradients by array and by layer; their norms are added to `values`."""
 
-    @abc.abstractmethod
     def fingerprints(self, values: Values) -> dict[str, str]:
         """Return facts that are compared when a capture is resumed."""
+        of, unused = self.tracer.of, ", ".join(unit.name for unit in self.tracer.unused)
+        outputs = of == "output" or (of is None and "slope" in values)
+        skipped = ", ".join(self.skipped)
+        return {"of": "output" if outputs else "loss", "unused": unused, "skipped": skipped}
 
     def notes(self) -> list[str]:
         """Return warnings for the user."""
@@ -132,44 +150,26 @@ class RowMaker(abc.ABC):
         return []
 
 
-def run_tracer(
-    tracer: Tracer,
-    batch: Any,
-    reducer: Reducer | None,
-    device: torch.device,
-    recompute: MemoryBudget | None,
-    light: frozenset[nn.Module],
-) -> Traced:
-    """Run a batch; if activations are recomputed, inside of a step of that budget."""
-    if recompute is None:
-        return tracer.run(batch, reducer=reducer, device=device)
-    return tracer.run(batch, reducer=reducer, light=light, device=device, within=recompute.step)
-
-
-def traced_fingerprints(tracer: Tracer, values: Values, skipped: Sequence[str]) -> dict[str, str]:
-    """Return what is differentiated, and the layers without gradients."""
-    outputs = tracer.of == "output" or (tracer.of is None and "slope" in values)
-    return {
-        "of": "output" if outputs else "loss",
-        "unused": ", ".join(unit.name for unit in tracer.unused),
-        "skipped": ", ".join(skipped),
-    }
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class GradientMaker(RowMaker):
     """Compute rows with gradients."""
 
     prepared: PreparedCapture
-    recompute: MemoryBudget | None = None
 
-    def _pass(self, batch: Any, *, alone: bool) -> Traced:
-        prepared = self.prepared
-        reducer = Reducer(prepared.dense, restore_gradients) if prepared.dense else None
+    @classmethod
+    def of(cls, prepared: PreparedCapture, **options: Any) -> GradientMaker:
+        """Build the maker of a prepared capture."""
+        skipped = tuple(unit.name for unit in prepared.skipped)
+        tracer, layers = prepared.tracer, prepared.layers
+        return cls(prepared=prepared, tracer=tracer, layers=layers, skipped=skipped, **options)
+
+    def _reducer(self, *, alone: bool) -> Reducer | None:
         if self.moments is not None and not alone and self.moments.needs_rows:
-            reducer = self.moments.reducer()
-        recompute = None if alone else self.recompute
-        return run_tracer(prepared.tracer, batch, reducer, self.device, recompute, prepared.light)
+            return self.moments.reducer()
+        return Reducer(self.prepared.dense, restore_gradients) if self.prepared.dense else None
+
+    def _light(self) -> frozenset[nn.Module]:
+        return self.prepared.light
 
     def _gradients(
         self, traced: Traced, values: Values
@@ -181,28 +181,18 @@ class GradientMaker(RowMaker):
             self.moments.add_batch(len(values["norm"]))  # failed passes do not count
         return gradients, {unit.name: rows for unit, rows in factors.items()}
 
-    def fingerprints(self, values: Values) -> dict[str, str]:
-        """Return what is differentiated, and the layers without gradients."""
-        skipped = [unit.name for unit in self.prepared.skipped]
-        return traced_fingerprints(self.prepared.tracer, values, skipped)
-
     def notes(self) -> list[str]:
         """Return which layers are not stored, and why."""
-        unused = ", ".join(unit.name for unit in self.prepared.tracer.unused)
-        skipped = ", ".join(unit.name for unit in self.prepared.skipped)
         notes = [
-            (unused, "the task does not use these layers, so they were not stored"),
-            (skipped, "skipped, as no rule covers them"),
+            ([u.name for u in self.tracer.unused], "the task does not use these layers"),
+            (self.skipped, "skipped, as no rule covers them"),
         ]
-        return [f"{why}: {names}" for names, why in notes if names]
+        return [f"{why}: {', '.join(names)}" for names, why in notes if names]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LossMaker(RowMaker):
     """Compute rows of losses, outputs, labels, predictions and probabilities, in one forward pass."""
-
-    model: nn.Module
-    task: Task
 
     @property
     def joined(self) -> int:
@@ -210,7 +200,8 @@ class LossMaker(RowMaker):
         return _MOST_JOINED
 
     def _pass(self, batch: Any, *, alone: bool) -> Traced:
-        measured = measure_losses(self.task, self.model, to_device(batch, self.device))
+        own = to_device(batch, self.device)
+        measured = measure_losses(self.tracer.task, self.tracer.model, own)
         check_measured("losses", measured.losses, batch_size(batch))
         return Traced(measured, {})
 
@@ -301,9 +292,9 @@ def _half_of(rows: int, error: BaseException) -> int:
         raise error
     if rows <= 1:
         raise CaptureError(
-            "there is not enough memory for a single sample",
+            "there is not enough memory for one sample",
             code="capture.out_of_memory",
-            fix="Capture fewer layers at a time (layers=, with another name=).",
+            fix="Choose layers=.",
         ) from error
     note = f"out of memory with {rows} samples at once: continuing with {rows // 2}"
     warnings.warn(note, CaptureWarning, stacklevel=4)
@@ -364,7 +355,7 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]
     for name in names:
         if name not in known:
             raise CaptureError(
-                f"the model has no layer {name!r} to take embeddings from",
+                f"the model has no layer {name!r} for embeddings=",
                 code="capture.unknown_embedding",
                 found=f"{', '.join(list(known)[1:9])} ...",
                 fix="Pass the path of a module, such as 'fc1'.",
@@ -395,9 +386,9 @@ def _embeddings(outputs: dict[str, torch.Tensor], rows: int) -> Values:
     for name, output in outputs.items():
         if output.dim() < 2 or len(output) != rows:
             raise CaptureError(
-                f"the output of layer {name} is not one vector per sample",
+                f"the output of layer {name} is not one vector for each of {rows} samples",
                 code="capture.embedding_shape",
-                found=f"shape {tuple(output.shape)} for {rows} samples",
+                found=f"shape {tuple(output.shape)}",
                 expected="[B, D], [B, T, D] or [B, D, H, W]",
                 fix="Choose another layer with embeddings=.",
             )
@@ -440,7 +431,7 @@ class RowAlarms:
         """Raise before anything is sealed if all gradients are zero or too small."""
         if self.tiny and self.zero + self.tiny == self.rows:
             raise CaptureError(
-                f"all gradients are shorter than {_TINY:g}, so their products are zero in float32",
+                f"all gradients are shorter than {_TINY:g}, so their products are zero",
                 code="capture.tiny_gradients",
                 fix="Multiply the loss of the task by a constant, such as 1e20.",
             )
@@ -448,7 +439,7 @@ class RowAlarms:
             raise CaptureError(
                 "all gradients are zero",
                 code="capture.zero_gradients",
-                fix="Check the task and the labels; dead units or a detached loss cause this.",
+                fix="Check the labels; dead units or a detached loss cause this.",
             )
 
     def notes(self) -> list[str]:
@@ -467,8 +458,7 @@ class RowAlarms:
 def _check_finite(name: str, ids: IdArray, finite: np.ndarray[Any, Any]) -> None:
     if not finite.all():
         raise CaptureError(
-            f"the {name} of sample {ids[int((~finite).argmax())]} is not finite; "
-            "nothing of this batch was stored",
+            f"the {name} of sample {ids[int((~finite).argmax())]} is not finite",
             code="capture.not_finite",
             fix="Check that sample, or capture an earlier checkpoint: training diverged.",
         )

@@ -34,9 +34,7 @@ NUMBERS = ("seq_idx", "sequence_ids", "segment_ids", "document_ids", "doc_ids")
 """Names of the document number of each token."""
 MASK, POSITIONS = "attention_mask", "position_ids"
 _FIX = (
-    "Mark where documents begin with cu_seq_lens_q, or with an attention_mask that is 0 at padding, or "
-    "pad instead of packing. If a pack is meant to be one sample, subclass the task and set "
-    "packed = True."
+    "Mark documents with cu_seq_lens_q, pad instead of packing, or set packed = True in the task."
 )
 
 
@@ -112,9 +110,8 @@ def batch_shape(batch: Mapping[Any, Any]) -> tuple[int, int]:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             return value.shape[0], value.shape[1]
     raise CaptureError(
-        "the batch marks documents but has no tokens",
+        f"the batch marks documents but has no tokens: {', '.join(map(str, batch))}",
         code="capture.documents_without_tokens",
-        found=f"a dict with {', '.join(map(str, batch))}",
         expected="input_ids [B, T]",
     )
 
@@ -201,9 +198,8 @@ def _restarts(places: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...]
 
 def _unclear_documents_error(reason: str) -> CaptureError:
     return CaptureError(
-        "a row holds several documents, but not where they begin",
+        f"a row holds several documents, but not where they begin: {reason}",
         code="capture.unclear_documents",
-        found=reason,
         fix=_FIX,
     )
 
@@ -354,14 +350,11 @@ class SequenceChecks:
                 wrong = (tokens < 0) | (tokens >= self.vocabulary)
                 row, place = wrong.nonzero()[0].tolist()
                 raise CaptureError(
-                    f"sample {ids[row]} has a token that the model does not know; {_NOT_STORED}",
+                    f"sample {ids[row]} has a token that the model does not know",
                     code="capture.unknown_token",
-                    found=f"token {int(tokens[row, place])} at place {place}, one of "
-                    f"{int(wrong.any(1).sum())} such rows of {len(ids)}",
+                    found=f"token {int(tokens[row, place])} at place {place}",
                     expected=f"tokens from 0 to {self.vocabulary - 1}",
-                    fix="Use the tokenizer of the model. If tokens were added to it, "
-                    "call model.resize_token_embeddings(len(tokenizer)) and train "
-                    "first.",
+                    fix="Use the tokenizer of the model; for added tokens, call resize_token_embeddings.",
                 )
         if self.positions is not None and tokens.shape[1] > self.positions:
             lengths = torch.full((len(ids),), tokens.shape[1])
@@ -369,10 +362,9 @@ class SequenceChecks:
                 lengths = torch.count_nonzero(mask, 1)
             row = int(lengths.argmax())
             raise CaptureError(
-                f"sample {ids[row]} is longer than the model can read; {_NOT_STORED}",
+                f"sample {ids[row]} is longer than the {self.positions} positions of the model",
                 code="capture.too_long",
                 found=f"{int(lengths[row])} tokens, padded to {tokens.shape[1]}",
-                expected=f"at most {self.positions}, the positions that the model has",
                 fix="Truncate, or cut documents into chunks, as in training.",
             )
         # Other tasks compute losses from something else.
@@ -387,13 +379,10 @@ class SequenceChecks:
         none = (targets == ignored).all(1)
         if bool(none.any()):
             raise CaptureError(
-                f"all labels of sample {ids[int(none.nonzero()[0])]} are "
-                f"ignored, so it has no loss; {_NOT_STORED}",
+                f"all labels of sample {ids[int(none.nonzero()[0])]} are ignored, so it has no loss",
                 code="capture.no_labels_left",
                 found=f"{int(none.sum())} of {len(ids)} rows with nothing but {ignored}",
-                fix="Leave such rows out of the data set (truncation may have cut the "
-                "answer off, or a document may have a single token), and pass ids= "
-                "to keep the others' ids.",
+                fix="Leave such rows out of the data set, and pass ids= to keep the others' ids.",
             )
         if self.vocabulary is None:
             return
@@ -401,9 +390,8 @@ class SequenceChecks:
         if bool(wrong.any()):
             row, place = wrong.nonzero()[0].tolist()
             raise CaptureError(
-                f"sample {ids[row]} has a label that is not a token of the model; {_NOT_STORED}",
+                f"label {int(targets[row, place])} of sample {ids[row]} is not a token of the model",
                 code="capture.unknown_label",
-                found=f"label {int(targets[row, place])}",
                 expected=f"0 to {self.vocabulary - 1}, or {ignored} for what is ignored",
                 fix="Use the tokenizer of the model.",
             )

@@ -171,9 +171,8 @@ def whole_model_gradients(
     sample.
     """
     weights = [weight for unit in units for weight in unit.weights]
-    rows_of_gradients: list[torch.Tensor] = []
-    for row in range(rows):
-        value = measure(rows_of(batch, row, row + 1))[1].sum()
-        gradients = torch.autograd.grad(value, weights, allow_unused=True)
-        rows_of_gradients.append(_flat(weights, gradients))
-    return _by_unit(units, torch.stack(rows_of_gradients))
+    gradients = [
+        torch.autograd.grad(measure(rows_of(batch, row, row + 1))[1], weights, allow_unused=True)
+        for row in range(rows)
+    ]
+    return _by_unit(units, torch.stack([_flat(weights, one) for one in gradients]))

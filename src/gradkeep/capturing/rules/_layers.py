@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,18 +110,10 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def linear_gradients(
-    name: str,
-    module: nn.Module,
-    parameters: tuple[Parameter, ...],
-    calls: Sequence[LayerCall],
-    *,
-    rows: int,
-    axis: SampleAxis,
-) -> LayerGradients:
+def linear_gradients(unit: LayerUnit, calls: Sequence[LayerCall], rows: int) -> LayerGradients:
     """Return the positions of all calls of each sample, one after the other."""
-    inputs = [by_sample(call.input, rows, axis) for call in calls]
-    suffixes = [by_sample(call.suffix(), rows, axis) for call in calls]
+    inputs = [by_sample(call.input, rows, unit.axis) for call in calls]
+    suffixes = [by_sample(call.suffix(), rows, unit.axis) for call in calls]
     d_in, d_out, once = inputs[0].shape[-1], suffixes[0].shape[-1], len(calls) == 1
     xs = [x.reshape(rows, -1, d_in) for x in inputs]
     gs = [g.reshape(rows, -1, d_out) for g in suffixes]
@@ -130,13 +121,13 @@ def linear_gradients(
     positions = x.shape[1]
     offsets = None if once and inputs[0].dim() == 2 else torch.arange(rows + 1) * positions
     form = Outer(
-        parameters,
-        prefix=f"{name}.prefix",
-        suffix=f"{name}.suffix",
+        unit.parameters,
+        prefix=f"{unit.name}.prefix",
+        suffix=f"{unit.name}.suffix",
         d_in=d_in,
         d_out=d_out,
-        bias=len(parameters) > 1,
-        transposed=is_transposed(module),
+        bias=len(unit.parameters) > 1,
+        transposed=is_transposed(calls[0].module),
     )
     factors = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
     sequence = positions if once and inputs[0].dim() == 3 else None
@@ -152,38 +143,27 @@ def is_convolution(module: nn.Module) -> bool:
     return runs_as(module, *_PLAIN, *_TRANSPOSED)
 
 
-def convolution_gradients(
-    name: str,
-    module: nn.Module,
-    parameters: tuple[Parameter, ...],
-    calls: Sequence[LayerCall],
-    *,
-    rows: int,
-    axis: SampleAxis,
-) -> LayerGradients:
+def convolution_gradients(unit: LayerUnit, calls: Sequence[LayerCall], rows: int) -> LayerGradients:
     """Return the pixels of one call; of several calls, or images per sample, the summed gradients."""
+    axis = unit.axis
     if len(calls) == 1 and axis == "first":
         call = calls[0]
-        return _pixels(name, module, parameters, call.input, call.suffix(), call.original)
+        return _pixels(unit, call.input, call.suffix(), call.original)
     gradients = []
     for call in calls:
         images, suffixes = by_sample(call.input, rows, axis), by_sample(call.suffix(), rows, axis)
         if axis == "first":
             images, suffixes = images.unsqueeze(1), suffixes.unsqueeze(1)
         for image, suffix in zip(images.unbind(1), suffixes.unbind(1), strict=True):
-            one = _pixels(name, module, parameters, image, suffix, None)
+            one = _pixels(unit, image, suffix, None)
             gradients.append(one.form.restore(one.rows))
-    return dense_gradients(name, parameters, functools.reduce(torch.add, gradients))
+    return dense_gradients(unit.name, unit.parameters, functools.reduce(torch.add, gradients))
 
 
 def _pixels(
-    name: str,
-    module: Any,
-    parameters: tuple[Parameter, ...],
-    images: torch.Tensor,
-    suffix: torch.Tensor,
-    source: torch.Tensor | None,
+    unit: LayerUnit, images: torch.Tensor, suffix: torch.Tensor, source: torch.Tensor | None
 ) -> LayerGradients:
+    module: Any = unit.modules[0]
     images = images.to(suffix.dtype)
     transposed = isinstance(module, _TRANSPOSED)
     padding = _before(module)
@@ -192,9 +172,9 @@ def _pixels(
         images = F.pad(images, module._reversed_padding_repeated_twice, mode=module.padding_mode)
         padding, source = (0,) * len(padding), None
     wide, narrow = (suffix, images) if transposed else (images, suffix)
-    prefix, ending = f"{name}.prefix", f"{name}.suffix"
+    prefix, ending = f"{unit.name}.prefix", f"{unit.name}.suffix"
     form = Convolution(
-        parameters,
+        unit.parameters,
         wide=ending if transposed else prefix,
         narrow=prefix if transposed else ending,
         channels=wide.shape[1],
@@ -206,9 +186,8 @@ def _pixels(
         padding=padding,
         dilation=tuple(module.dilation),
         groups=module.groups,
-        bias=None if len(parameters) == 1 else "wide" if transposed else "narrow",
+        bias=None if len(unit.parameters) == 1 else "wide" if transposed else "narrow",
     )
-    assert math.prod(parameters[0].shape) <= form.gradient_size
     return LayerGradients(form, ConvolutionRows(wide, narrow), source)
 
 
@@ -227,34 +206,28 @@ def is_embedding(module: nn.Module) -> bool:
     return runs_as(module, nn.Embedding) and module.max_norm is None
 
 
-def embedding_gradients(
-    name: str,
-    module: Any,
-    parameters: tuple[Parameter, ...],
-    calls: Sequence[LayerCall],
-    *,
-    rows: int,
-    axis: SampleAxis,
-) -> LayerGradients:
+def embedding_gradients(unit: LayerUnit, calls: Sequence[LayerCall], rows: int) -> LayerGradients:
     """Return the tokens of each sample: equal ones summed, without padding and zero gradients."""
+    module: Any = calls[0].module
     if module.scale_grad_by_freq:
         raise CaptureError(
-            f"layer {name}: scale_grad_by_freq divides by the frequency of a token in the batch",
+            f"layer {unit.name}: scale_grad_by_freq depends on the whole batch",
             code="capture.scale_grad_by_freq",
             fix="Set scale_grad_by_freq=False for the capture, or leave the layer out.",
         )
     width = module.embedding_dim
-    tokens = torch.cat([by_sample(c.input, rows, axis).reshape(rows, -1) for c in calls], 1)
-    g = torch.cat([by_sample(c.suffix(), rows, axis).reshape(rows, -1, width) for c in calls], 1)
+    inputs = [by_sample(call.input, rows, unit.axis).reshape(rows, -1) for call in calls]
+    suffixes = [by_sample(call.suffix(), rows, unit.axis) for call in calls]
+    tokens, g = torch.cat(inputs, 1), torch.cat([g.reshape(rows, -1, width) for g in suffixes], 1)
     factors = _coalesced(tokens, g, rows=rows, size=module.num_embeddings, skip=module.padding_idx)
-    form = Lookup(
-        parameters,
-        prefix=f"{name}.prefix",
-        suffix=f"{name}.suffix",
-        rows=module.num_embeddings,
-        width=width,
-    )
-    return LayerGradients(form, factors)
+    return LayerGradients(lookup_form(unit, module), factors)
+
+
+def lookup_form(unit: LayerUnit, table: Any) -> Lookup:
+    """Return the form of the gradients of a table, whose first parameter it is."""
+    prefix, suffix = f"{unit.name}.prefix", f"{unit.name}.suffix"
+    sizes = table.num_embeddings, table.embedding_dim
+    return Lookup(unit.parameters[:1], prefix, suffix, *sizes)
 
 
 def _coalesced(
@@ -274,15 +247,11 @@ def _coalesced(
     return LookupRows(keys % size, summed, offsets)
 
 
-def tied_gradients(
-    unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int, axis: SampleAxis
-) -> LayerGradients:
+def tied_gradients(unit: LayerUnit, calls: Sequence[LayerCall], rows: int) -> LayerGradients:
     """Return the tokens' vectors and the linear layer's positions of each sample."""
     looked = [call for call in calls if isinstance(call.module, nn.Embedding)]
     read = [call for call in calls if not isinstance(call.module, nn.Embedding)]
-    weight = unit.parameters[:1]
-    low = embedding_gradients(unit.name, looked[0].module, weight, looked, rows=rows, axis=axis)
-    high = linear_gradients(unit.name, read[0].module, unit.parameters, read, rows=rows, axis=axis)
+    low, high = embedding_gradients(unit, looked, rows), linear_gradients(unit, read, rows)
     return tied_pieces(unit, low, high)
 
 
@@ -309,38 +278,28 @@ def is_norm(module: nn.Module) -> bool:
     return runs_as(module, nn.LayerNorm, nn.GroupNorm) or _is_rms(module)
 
 
-def norm_gradients(
-    name: str,
-    module: nn.Module,
-    parameters: tuple[Parameter, ...],
-    calls: Sequence[LayerCall],
-    *,
-    rows: int,
-    axis: SampleAxis,
-) -> LayerGradients:
+def norm_gradients(unit: LayerUnit, calls: Sequence[LayerCall], rows: int) -> LayerGradients:
     """Return the gradients of scale and shift, summed over all positions of all calls."""
-    gradients = []
+    gradients, module = [], unit.modules[0]
     for call in calls:
         g, parts = call.suffix(), []
-        for parameter in parameters:
+        for parameter in unit.parameters:
             term = g
             if not parameter.name.endswith("bias"):
                 # In place: memory is at its peak here.
                 term = _normalized(module, call.input.to(g.dtype)).mul_(g)
-            term = by_sample(term, rows, axis)
+            term = by_sample(term, rows, unit.axis)
             if isinstance(module, nn.LayerNorm) or _is_rms(module):
                 # The parameter has the shape of the last dimensions.
                 parts.append(term.reshape(rows, -1, parameter.size).sum(1))
             else:
-                channels = term if axis == "first" else term.transpose(1, 2)
+                channels = term if unit.axis == "first" else term.transpose(1, 2)
                 parts.append(channels.reshape(rows, parameter.size, -1).sum(2))
         gradients.append(torch.cat(parts, 1))
-    return dense_gradients(name, parameters, functools.reduce(torch.add, gradients))
+    return dense_gradients(unit.name, unit.parameters, functools.reduce(torch.add, gradients))
 
 
-def norm_terms(
-    call: LayerCall, parameters: tuple[Parameter, ...], *, rows: int, axis: SampleAxis
-) -> torch.Tensor | None:
+def norm_terms(unit: LayerUnit, call: LayerCall, rows: int) -> torch.Tensor | None:
     """Return what each position adds to the gradients of scale and shift, `[B, T, P]`.
 
     None unless the norm is over the last dimension of `[B, T, d]`.
@@ -348,13 +307,13 @@ def norm_terms(
     g = widened(call.suffix())
     if not (isinstance(call.module, nn.LayerNorm) or _is_rms(call.module)):
         return None
-    if any(parameter.size != g.shape[-1] for parameter in parameters):
+    if any(parameter.size != g.shape[-1] for parameter in unit.parameters):
         return None
     terms = [
         g if p.name.endswith("bias") else _normalized(call.module, call.input.to(g.dtype)) * g
-        for p in parameters
+        for p in unit.parameters
     ]
-    return torch.cat([by_sample(term, rows, axis) for term in terms], 2)
+    return torch.cat([by_sample(term, rows, unit.axis) for term in terms], 2)
 
 
 def _normalized(module: Any, x: torch.Tensor) -> torch.Tensor:

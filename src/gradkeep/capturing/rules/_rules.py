@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -41,10 +41,10 @@ _TIED = "tied"
 class LayerRule:
     """Computes the gradients of one kind of module from its calls.
 
-    `gradients(name, module, parameters, calls, rows=B, axis=axis)` returns `LayerGradients` of B samples:
-    `calls` hold each call's input and the gradient at its output (`call.input`, `call.suffix()`), `axis` is the
-    dimension that counts the samples (`by_sample` moves it to the front), and `parameters` name the weights in
-    the order of `module.parameters()`.
+    `gradients(unit, calls, rows)` returns `LayerGradients` of that many samples: `calls` hold each call's input
+    and the gradient at its output (`call.input`, `call.suffix()`), `unit.axis` is the dimension that counts the
+    samples (`by_sample` moves it to the front), and `unit.parameters` name the weights in the order of
+    `module.parameters()`.
 
     Attributes:
         name: Unique name of the rule.
@@ -84,17 +84,13 @@ def register_layer_rule(rule: LayerRule) -> None:
     """
     if not isinstance(rule, LayerRule):
         raise CaptureError(
-            "rule must be a gk.LayerRule",
-            code="capture.not_a_rule",
-            found=type(rule).__name__,
-            fix="Pass gk.LayerRule(name, applies, gradients).",
+            f"rule must be a gk.LayerRule, not {type(rule).__name__}", code="capture.not_a_rule"
         )
     taken = [_TIED, *DENSE_RULES, *(known.name for known in _RULES)]
     if rule.name in taken:
         raise CaptureError(
             f"a layer rule {rule.name!r} exists already",
             code="capture.rule_exists",
-            found=", ".join(taken),
             fix="Use another name.",
         )
     _RULES.insert(0, rule)
@@ -126,15 +122,12 @@ def unit_gradients(unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int) ->
     """Compute the gradients of B samples for a unit whose modules made these calls."""
     gradients: LayerGradients
     if unit.rule == _TIED:
-        gradients = tied_gradients(unit, calls, rows=rows, axis=unit.axis)
+        gradients = tied_gradients(unit, calls, rows)
     elif unit.rule in DENSE_RULES:
         gradients = module_gradients([unit], calls, rows=rows)[unit]
     else:
         rule = next(rule for rule in _RULES if rule.name == unit.rule)
-        module: Any = unit.modules[0]
-        gradients = rule.gradients(
-            unit.name, module, unit.parameters, calls, rows=rows, axis=unit.axis
-        )
+        gradients = rule.gradients(unit, calls, rows)
     if gradients.form.gradient_size != unit.size:
         raise ValueError("the rule computes another number of values than the layer has")
     return gradients
