@@ -104,10 +104,6 @@ def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     )
 
 
-_DOUBLE_TOLERANCE, _LOOSE_TOLERANCE = 1e-6, 0.3
-"""Relative errors accepted in double precision, and in models that compute with fewer bits."""
-
-
 @dataclass(slots=True, eq=False)
 class RowAudit:
     """Check some rows of a capture as they are computed; without a tracer, their losses only."""
@@ -223,21 +219,17 @@ class RowAudit:
         self, batch: Any, part: slice, differences: _Differences
     ) -> _Differences:
         """Compare again in double precision, where rounding does not matter."""
-        if next(self.model.parameters()).dtype == torch.float64:
-            return (
-                self._recapture(batch, part, _LOOSE_TOLERANCE)
-                if self._tolerance() >= 1e-3
-                else differences
-            )
-        try:
-            with _in_double(self.model):
-                return self._recapture(map_leaves(batch, _to_double), part, _DOUBLE_TOLERANCE)
-        except CaptureError:
-            raise
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            return self._recapture(
-                batch, part, _LOOSE_TOLERANCE
-            )  # the model uses a precision of its own
+        if next(self.model.parameters()).dtype != torch.float64:
+            try:
+                with _in_double(self.model):
+                    return self._recapture(map_leaves(batch, _to_double), part, 1e-6)
+            except CaptureError:
+                raise
+            except (RuntimeError, TypeError, ValueError, AttributeError):
+                pass  # the model uses a precision of its own
+        elif self._tolerance() < 1e-3:
+            return differences
+        return self._recapture(batch, part, 0.3)  # parts of the model compute with fewer bits
 
     def _recapture(self, batch: Any, part: slice, within: float) -> _Differences:
         """Capture the whole batch again, and compare some of its rows with the same rows run alone."""

@@ -21,12 +21,13 @@ from gradkeep.capturing._choice import (
     default_layers,
     find_leading_layers,
     measure_agreement,
+    measure_moments,
     moment_bytes,
     random_coordinates,
 )
 from gradkeep.capturing._first_batch import rows_within
 from gradkeep.capturing._loader import without_columns
-from gradkeep.capturing._moments import measure_moments
+from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._rows import RowMaker, measured_values
 from gradkeep.capturing._storage import arrays_of
 from gradkeep.capturing._tracer import Reducer
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._first_batch import Keep, PreparedCapture
+    from gradkeep.capturing._first_batch import CaptureSettings, Keep, PreparedCapture
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._rows import Values
     from gradkeep.capturing._storage import LayerStorage
@@ -61,6 +62,8 @@ _PARTS = {
     "chosen": "chosen",
 }
 """Array names in the store, and the fields of `BlockProjection`."""
+_FACTS = ("settings", "weights", "task", "rows", "group", "agreement", "compared")
+"""Fields of `CaptureBasis` that are stored beside its arrays."""
 _BLOCKS = "blocks of "
 
 
@@ -170,13 +173,7 @@ def save_basis(store: Store, key: BasisKey, basis: CaptureBasis) -> None:
         fingerprints={
             "format": _FORMAT,
             "basis": basis.fingerprint,
-            "settings": basis.settings,
-            "weights": basis.weights,
-            "task": basis.task,
-            "rows": basis.rows,
-            "group": basis.group,
-            "agreement": basis.agreement,
-            "compared": basis.compared,
+            **{name: getattr(basis, name) for name in _FACTS},
             **{f"{_BLOCKS}{name}": len(layer.blocks) for name, layer in basis.layers.items()},
         },
     )
@@ -215,65 +212,46 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
             name = fact.removeprefix(_BLOCKS)
             blocks = tuple(projection(f"{name}.{at}") for at in range(int(count or 0)))
             layers[name] = LayerProjection(blocks)
-    return CaptureBasis(
-        layers=layers,
-        settings=str(facts.get("settings")),
-        weights=str(facts.get("weights")),
-        task=str(facts.get("task")),
-        rows=int(facts.get("rows") or 0),
-        group=int(facts.get("group") or 0),
-        agreement=facts.get("agreement"),
-        compared=int(facts.get("compared") or 0),
-        fingerprint=str(facts.get("basis")),
-    )
+    known = {name: facts[name] for name in _FACTS if name in facts}
+    return CaptureBasis(layers, fingerprint=str(facts.get("basis")), **known)
 
 
 def find_basis(
     store: Store,
     key: BasisKey,
-    keep: Keep | None,
+    settings: CaptureSettings,
     prepared: PreparedCapture,
     batches: Batches,
-    device: torch.device,
-    *,
     weights: str,
-    all_layers: bool,
+    *,
     budget: int | None = None,
     footprint: int = 0,
 ) -> CaptureBasis:
     """Load the basis of these captures from the store, or compute and save a new one.
 
-    A new one takes a forward and backward pass over a sample of rows, and a few more. Without `keep` any
-    stored basis is accepted. `all_layers` is True if the user chose the layers. `footprint` is the bytes
-    of each sample that runs, for a `budget` in bytes.
+    A new one takes a forward and backward pass over a sample of rows, and a few more. Without a number of
+    bytes any stored basis is accepted. `weights` is their fingerprint; `footprint` is the bytes of each
+    sample that runs, for a `budget` in bytes.
     """
     path, task = store.backend.describe(key.folder), prepared.tracer.task
+    keep, device = settings.compressed, device_of(prepared.tracer.model)
     basis = load_basis(store, key)
     if basis is not None:
-        if keep is not None and basis.settings != keep.describe():
+        is_own = keep is None or keep.basis is None
+        checks = {
+            "keep": keep is None or basis.settings == keep.describe(),
+            "weights": basis.weights == weights or not is_own,
+            "task": basis.task in (task.describe(), task.trained_as()),
+            "layers": _has_layers(basis, prepared),
+        }
+        for name in [name for name, is_same in checks.items() if not is_same]:
             raise CaptureError(
-                f"captures called {key.capture!r} have other settings at this checkpoint",
-                code="capture.other_keep",
+                f"the basis of captures called {key.capture!r} has another {name} at this checkpoint",
+                code="capture.other_keep" if name == "keep" else f"capture.basis_{name}",
                 path=path,
-                found=re.sub(r"[{}\"]", "", basis.settings),
-                expected=re.sub(r"[{}\"]", "", keep.describe()),
-                fix="Pass the same keep=, or another name=.",
+                found=re.sub(r"[{}\"]", "", f"{basis.settings}, {basis.task}"),
+                fix="Pass the same model, task and keep=, or another name=.",
             )
-        if basis.weights != weights and (keep is None or keep.basis is None):
-            raise CaptureError(
-                "the basis of this checkpoint was computed with other weights",
-                code="capture.basis_weights",
-                path=path,
-                fix="Use another name for the checkpoint, or load the weights that it had.",
-            )
-        if basis.task not in (task.describe(), task.trained_as()):
-            raise CaptureError(
-                f"the basis was computed with another task: {basis.task}",
-                code="capture.basis_task",
-                path=path,
-                fix="Pass another name=.",
-            )
-        _check_layers(basis, prepared, path)
         return basis
     if keep is None or keep.basis is not None:
         raise CaptureError(
@@ -285,7 +263,7 @@ def find_basis(
     positions = max((layer.positions for layer in prepared.layers), default=1.0)
     rows = keep.sample(positions, batches.num_rows)
     tracer, every = prepared.tracer, list(prepared.tracer.units)
-    if not all_layers:
+    if settings.layers is None:
         tracer = dataclasses.replace(tracer, units=default_layers(every, keep))
     held = int(moment_bytes(prepared.pieces[unit].form for unit in tracer.units))
     most = rows if budget is None else rows_within(budget, footprint, beside=held)
@@ -295,9 +273,7 @@ def find_basis(
         layers = find_leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
         sample = sample_batches(batches, rows, most)
-        agreement, compared = measure_agreement(
-            tracer, sample, layers, chosen, keep, device, budget=budget
-        )
+        agreement, compared = measure_agreement(tracer, sample, layers, chosen, keep, budget)
     else:
         chosen = random_coordinates(moments.forms, keep)
     if not chosen.layers:
@@ -320,19 +296,16 @@ def find_basis(
     return basis
 
 
-def _check_layers(basis: CaptureBasis, prepared: PreparedCapture, path: str) -> None:
+def _has_layers(basis: CaptureBasis, prepared: PreparedCapture) -> bool:
+    """Return True if the model has all layers of the basis, in these shapes."""
     sizes = {unit.name: block_sizes([p.form]) for unit, p in prepared.pieces.items()}
-    for name, layer in basis.layers.items():
-        own = sizes.get(name, [])
-        for at, block in enumerate(layer.blocks):
-            sides = block and (*block.row_vectors.shape[:2], block.col_vectors.shape[1])
-            if sides is not None and own[at : at + 1] != [sides]:
-                raise CaptureError(
-                    f"the basis does not fit layer {name} of this model",
-                    code="capture.basis_layers",
-                    path=path,
-                    fix="Capture the model of the basis, or pass another name=.",
-                )
+    return all(
+        sizes.get(name, [])[at : at + 1]
+        == [(*block.row_vectors.shape[:2], block.col_vectors.shape[1])]
+        for name, layer in basis.layers.items()
+        for at, block in enumerate(layer.blocks)
+        if block is not None
+    )
 
 
 SCALE = "gradient.scale"
@@ -352,11 +325,6 @@ class CoordinateMaker(RowMaker):
 
     basis: CaptureBasis
     bits: BitWidth
-
-    @property
-    def joined(self) -> int:
-        """Return 1: rows take long to recompute after an interruption."""
-        return 1
 
     def project(self, unit: LayerUnit, dense: Tensor) -> Tensor:
         """Project a unit's dense gradients `[K, P]`, for an audit."""

@@ -14,7 +14,7 @@ import torch
 from gradkeep._arguments import check_fields, count, instance, number, one_of, optional, text
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs, Uncovered, choose_rules
+from gradkeep.capturing._proofs import RuleProofs, Uncovered, choose_rules
 from gradkeep.capturing._storage import (
     NO_ADJUSTMENTS,
     Adjustments,
@@ -33,6 +33,7 @@ from gradkeep.store import Encoding
 if TYPE_CHECKING:
     from torch import nn
 
+    from gradkeep.capturing._resume import EarlierRun
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
@@ -50,7 +51,6 @@ OVERHEAD = 80
 """Bytes of a row beside its coordinates: id, fingerprint, loss, norm, scale, and its share of
 headers and checksums in a file of a few hundred rows."""
 LEAST = 192
-_ROWS, _MOST_ROWS, _POSITIONS = 64, 2048, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +162,11 @@ class Keep:
             >>> [Keep("4KiB").sample(512, rows) for rows in (20, 64, 100, 1000)]
             [20, 32, 50, 64]
         """
-        enough = math.ceil(_POSITIONS / max(1.0, positions))
-        target = min(_MOST_ROWS, max(_ROWS, enough)) if self.rows is None else self.rows
+        enough = math.ceil(4096 / max(1.0, positions))  # rows with 4,096 positions together
+        target = min(2048, max(64, enough)) if self.rows is None else self.rows
         if available is None:
             return target
-        return min(target, max(available // 2, min(available, max(_ROWS // 2, enough))))
+        return min(target, max(available // 2, min(available, max(32, enough))))
 
     @property
     def whitened(self) -> bool:
@@ -289,16 +289,14 @@ def prepare_capture(
     batch: Any,
     settings: CaptureSettings,
     *,
-    as_before: Mapping[str, Storage] | None = None,
-    placed: bool = True,
+    earlier: EarlierRun | None = None,
     adjustments: Adjustments = NO_ADJUSTMENTS,
-    proof_rows: int = PROOF_ROWS,
+    proof_rows: int = 16,
 ) -> PreparedCapture:
     """Choose and prove how each selected layer is captured, and choose its storage.
 
-    `as_before` is the storage of layers in an earlier run of the same capture; `placed` is True if layers
-    store which tokens their positions are; `adjustments` is what later batches need; `proof_rows` is the
-    number of their rows that are proved.
+    A resumed capture stores what the `earlier` run did; `adjustments` is what later batches need; `proof_rows`
+    is the number of their rows that are proved.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
@@ -328,14 +326,15 @@ def prepare_capture(
         reached=chosen.reached,
         proofs=proofs,
     )
-    requested = requested_storages(tracer.units, settings.keep, as_before or {})
+    as_before = {} if earlier is None else earlier.storages
+    requested = requested_storages(tracer.units, settings.keep, as_before)
     requested |= {unit: "dense" for unit in pieces if unit.name in adjustments.dense}
     layers = choose_storage(
         pieces,
         encoding=settings.encoding,
         requested=requested,
         tolerance=settings.tolerance,
-        tokens=chosen.tokens if placed else None,
+        tokens=chosen.tokens if earlier is None or earlier.placed else None,
     )
     return PreparedCapture(tracer, tuple(layers), chosen.skipped, pieces)
 

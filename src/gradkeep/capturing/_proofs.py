@@ -21,8 +21,12 @@ from torch.overrides import has_torch_function
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._storage import Adjustments, BatchMismatchError
 from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, is_reached
-from gradkeep.capturing.rules._any_module import whole_model_gradients
-from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
+from gradkeep.capturing.rules._layers import (
+    INTERLEAVED,
+    SAMPLE_AXES,
+    possible,
+    whole_model_gradients,
+)
 from gradkeep.capturing.rules._rules import (
     DENSE_RULES,
     LayerUnit,
@@ -151,14 +155,8 @@ def choose_rules(
         measured, target, calls = tracer.forward(modules, batch)
     floating = {dtype for dtype in dtypes if dtype.is_floating_point} | {target.dtype}
     fill(calls, target, retain=True)
-    search = _RuleSearch(
-        tracer,
-        batch,
-        target,
-        calls_by_module(calls),
-        tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
-        single=single,
-    )
+    tolerance = max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating)
+    search = _RuleSearch(tracer, batch, target, calls_by_module(calls), tolerance, single)
     unused = backward_per_layer((target * search.weights).sum(), units, search.add_gradient)
     rules, last_resort = search.rules, search.try_dense()
     used = [unit for unit in units if unit in rules or unit in search.expected]
@@ -192,25 +190,29 @@ def choose_rules(
     )
 
 
+@dataclass(slots=True, eq=False)
 class _RuleSearch:
     """Try candidate rules of each unit against autograd's gradient, on one batch."""
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        batch: Any,
-        target: Tensor,
-        calls: dict[nn.Module, list[LayerCall]],
-        *,
-        tolerance: float,
-        single: Collection[str],
-    ) -> None:
-        self.tracer, self.batch, self.target, self.calls = tracer, batch, target, calls
-        self.tolerance, self.single, self.rows = tolerance, single, batch_size(batch)
-        self.weights = random_weights(target, seed=0)
-        self.rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
-        self.expected: dict[LayerUnit, Tensor] = {}
-        """Autograd's gradients of the units without a factor rule."""
+    tracer: Tracer
+    batch: Any
+    target: Tensor
+    calls: dict[nn.Module, list[LayerCall]]
+    tolerance: float
+    single: Collection[str]
+    rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = field(default_factory=dict)
+    expected: dict[LayerUnit, Tensor] = field(default_factory=dict)
+    """Autograd's gradients of the units without a factor rule."""
+
+    @property
+    def rows(self) -> int:
+        """Number of samples."""
+        return len(self.target)
+
+    @property
+    def weights(self) -> Tensor:
+        """Random weights `[B]` of the samples."""
+        return random_weights(self.target, seed=0)
 
     def add_gradient(self, unit: LayerUnit, gradient: Tensor) -> None:
         """Try the factor rules on a unit with its gradient by autograd; others wait for the end."""
@@ -338,10 +340,6 @@ def fits(total: torch.Tensor, gradient: torch.Tensor, tolerance: float) -> bool:
     return bool(
         torch.equal(total.isfinite(), gradient.isfinite()) and not gradient.isfinite().all()
     )
-
-
-PROOF_ROWS = 16
-"""Rows of a batch on which a new call pattern is proved."""
 
 
 @dataclass(slots=True, eq=False)

@@ -33,7 +33,6 @@ from gradkeep.capturing.rules._rules import (
     units_of,
 )
 from gradkeep.errors import CaptureError
-from gradkeep.factors._form import form_to_fields
 from gradkeep.query._gradients import select_layers
 
 if TYPE_CHECKING:
@@ -237,10 +236,7 @@ class GradientRecording:
         assert self._layers is not None
         return gs.Schema(
             arrays=(*arrays_for(values), *(a for layer in self._layers for a in layer.arrays)),
-            layers=tuple(
-                gs.Layer(k.unit.name, k.unit.type, k.unit.size, form_to_fields(k.form))
-                for k in self._layers
-            ),
+            layers=tuple(layer.schema_layer() for layer in self._layers),
             fingerprints={
                 # Weights change between batches: rows of a recording only match each other.
                 "weights": f"recording {self.key.run} {self.key.checkpoint}",

@@ -43,7 +43,6 @@ from gradkeep.capturing._first_batch import (
     segment_rows,
 )
 from gradkeep.capturing._loader import task_batches, without_columns
-from gradkeep.capturing._moments import FirstMoments
 from gradkeep.capturing._readiness import (
     check_recomputable,
     device_of,
@@ -62,6 +61,7 @@ from gradkeep.capturing._resume import (
     fingerprint_weights,
 )
 from gradkeep.capturing._rows import (
+    FirstMoments,
     GradientMaker,
     LossMaker,
     RowAlarms,
@@ -82,12 +82,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep._preview import Preview
-    from gradkeep.capturing._distributed import DistributedCapture
+    from gradkeep.capturing._capture import DistributedCapture
     from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._rows import RowArrays, RowMaker
     from gradkeep.capturing.tasks._tasks import Task
-    from gradkeep.store import CaptureKey, Schema, Store
+    from gradkeep.store import CaptureKey, Checkpoint, Schema, Store
 
 _log = logging.getLogger(__name__)
 LOSSES = "losses"
@@ -131,9 +131,16 @@ class Replay:
     """All checkpoints of one call to `capture`."""
 
     def __init__(
-        self, request: CaptureRequest, store: Store, *, resume: bool, progress: bool
+        self,
+        request: CaptureRequest,
+        store: Store,
+        *,
+        resume: bool = True,
+        progress: bool = False,
+        distributed: DistributedCapture | None = None,
     ) -> None:
         self.request, self.store, self.resume, self.progress = request, store, resume, progress
+        self.distributed = distributed
         self.model, self.task, self.settings = request.model, request.task, request.settings
         memory = request.memory_budget
         budget = None if memory is None else parse_budget(memory)
@@ -160,24 +167,18 @@ class Replay:
         self.contents: RowFingerprints | None = None
         """Fingerprints of the first pass; every other pass must have the same rows."""
 
-    def capture(
-        self,
-        key: CaptureKey,
-        *,
-        step: int | None,
-        lr: float | None,
-        distributed: DistributedCapture | None = None,
-    ) -> Captured:
+    def capture(self, key: CaptureKey, step: int | None, lr: float | None) -> Captured:
         """Capture the weights that the model has now, in this process or with workers.
 
         If a batch does not fit the choices made on the first one, start again, adjusted and in this process
         alone.
         """
         started, cpu = time.perf_counter(), time.process_time()
-        adjustments = NO_ADJUSTMENTS
+        adjustments, distributed = NO_ADJUSTMENTS, self.distributed
+        checkpoint = gs.Checkpoint(key.run, key.checkpoint, "", step, lr)
         while True:
             try:
-                captured = self._attempt(key, step, lr, distributed, adjustments)
+                captured = self._attempt(key, checkpoint, distributed, adjustments)
                 seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
                 return dataclasses.replace(captured, seconds=seconds, cpu_seconds=cpu)
             except BatchMismatchError as error:
@@ -201,8 +202,7 @@ class Replay:
     def _attempt(
         self,
         key: CaptureKey,
-        step: int | None,
-        lr: float | None,
+        checkpoint: Checkpoint,
         distributed: DistributedCapture | None,
         adjustments: Adjustments,
     ) -> Captured:
@@ -217,24 +217,22 @@ class Replay:
                 raise CaptureError(
                     "this capture exists already",
                     code="capture.exists",
-                    path=earlier.path,
+                    path=earlier.block.path,
                     fix="Pass resume=True to continue it, another name=, or delete it first.",
                 )
             first = self.try_first_rows(key, earlier, adjustments)
             weights = str(first.schema.fingerprints["weights"])
             # Rows of an earlier run are recomputed and compared instead.
             function = fingerprint_function(self.model) if earlier is None else None
-            checkpoint = gs.Checkpoint(
-                key.run, key.checkpoint, weights, step, lr, function=function
-            )
+            checkpoint = dataclasses.replace(checkpoint, weights=weights, function=function)
             if earlier is not None and earlier.sealed:
-                earlier.schema.require_same(first.schema, path=earlier.path)
+                earlier.block.schema.require_same(first.schema, path=earlier.block.path)
                 self.store.add_checkpoint(checkpoint)
                 with self._bar(f"compare {key.split} at {key.checkpoint}") as report:
                     earlier.check_all(
                         self._delivered(report), first.maker if first.repeatable else None
                     )
-                return self._report(key, first.maker, earlier.rows, notes)
+                return self._report(key, first.maker, len(earlier.block), notes)
             delivered = self._delivered(None)
             begin = next(delivered)  # errors here leave the store unchanged
             self.store.add_checkpoint(checkpoint)
@@ -247,29 +245,24 @@ class Replay:
                         code="capture.random_with_workers",
                         fix="Pass mode='eval', or leave out workers=.",
                     )
-                reused = 0 if earlier is None else earlier.rows
+                reused = 0 if earlier is None else len(earlier.block)
                 self.store.write(key, first.schema).close()  # workers read the schema
                 alarms = distributed.fill(SegmentMaker(self, key, first), packed)
                 earlier = find_earlier_run(self.store, key)
-                if earlier is not None and earlier.rows > 0:
+                if earlier is not None and len(earlier.block) > 0:
                     stack.enter_context(distributed.threads())
                 delivered = self._delivered(None)
                 begin = next(delivered)
             passing = itertools.chain([begin], delivered)
             seen = self._write(key, first, earlier, passing, alarms)
             reused = seen if reused is None else reused
-            return self._report(key, first.maker, reused, notes, alarms.notes())
+            return self._report(key, first.maker, reused, [*notes, *alarms.notes()])
 
     def _report(
-        self,
-        key: CaptureKey,
-        maker: RowMaker,
-        reused: int,
-        notes: Sequence[str],
-        alarms: Sequence[str] = (),
+        self, key: CaptureKey, maker: RowMaker, reused: int, notes: Sequence[str]
     ) -> Captured:
         """Describe the finished capture, and warn of anything suspicious."""
-        block, notes = self.store.read(key), (*notes, *maker.notes(), *alarms)
+        block, notes = self.store.read(key), (*notes, *maker.notes())
         for note in notes:
             warnings.warn(note, CaptureWarning, stacklevel=5)
         layers = tuple(report_layer(layer) for layer in maker.layers)
@@ -304,15 +297,15 @@ class Replay:
         small, size = isinstance(maker, CoordinateMaker), segment_bytes(self.budget)
         per_segment = segment_rows(maker.row_bytes, size, coordinates=small)
         if earlier is not None:
-            per_segment = earlier.schema.rows_per_segment
+            per_segment = earlier.block.schema.rows_per_segment
         mode = "train" if self.model.training else "eval"
         if earlier is not None and not has_modes(self.model):
-            mode = str(earlier.schema.fingerprints.get("mode", mode))
+            mode = str(earlier.block.schema.fingerprints.get("mode", mode))
         schema = gs.Schema(
             arrays=(*arrays_for(values), *gradients),
             num_rows=self.batches.num_rows,
             rows_per_segment=per_segment,
-            layers=maker.schema_layers(),
+            layers=tuple(layer.schema_layer() for layer in maker.layers),
             fingerprints={
                 "weights": weights,
                 "task": self.task.describe(),
@@ -347,8 +340,7 @@ class Replay:
             self.task,
             batch,
             self.settings.exact if small else self.settings,
-            as_before=None if earlier is None or small else earlier.storages,
-            placed=earlier is None or earlier.placed,  # resumed runs store what earlier ones did
+            earlier=None if small else earlier,
             adjustments=adjustments,
             proof_rows=tried,
         )
@@ -363,15 +355,9 @@ class Replay:
         maker: RowMaker
         if small and not (keep is not None and prepared.fits_exactly(keep)):
             footprint = 0 if budget is None else coordinate_footprint(prepared, batch, rows)
+            basis_key = gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture)
             basis = find_basis(
-                self.store,
-                gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
-                keep,
-                prepared,
-                self.batches,
-                self.device,
-                weights=weights,
-                all_layers=self.settings.layers is not None,
+                *(self.store, basis_key, self.settings, prepared, self.batches, weights),
                 budget=budget,
                 footprint=footprint,
             )
@@ -534,7 +520,7 @@ class SegmentMaker:
         change = change_of_first_rows(values, first.rows.values, 1e-3)
         if change:
             raise CaptureError(
-                f"the first samples differ in this worker: {change}",
+                f"the first samples differ in this worker, whose code differs: {change}",
                 code="capture.worker_code",
                 fix="Install the same versions of model, task and packages everywhere.",
             )

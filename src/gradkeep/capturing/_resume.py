@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._rows import RowArrays, RowMaker
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
-    from gradkeep.store import Block, CaptureKey, Schema, Store
+    from gradkeep.store import Block, CaptureKey, Store
 
     Projection = Callable[[LayerUnit, Tensor], Tensor]
     Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -117,42 +117,27 @@ class EarlierRun:
     """Fingerprint of each stored sample."""
 
     @property
-    def path(self) -> str:
-        """Folder of the capture."""
-        return self.block.path
-
-    @property
-    def schema(self) -> Schema:
-        """Arrays and layers of the capture."""
-        return self.block.schema
-
-    @property
-    def rows(self) -> int:
-        """Number of stored rows."""
-        return len(self.block)
-
-    @property
     def storages(self) -> dict[str, Storage]:
         """Storage of each layer, which a resumed run must use too."""
-        layers = self.schema.layers
+        layers = self.block.schema.layers
         return {layer.name: storage_of(form_from_fields(layer.form)) for layer in layers}
 
     @property
     def adjustments(self) -> Adjustments:
         """Adjustments that later batches of the earlier run needed."""
-        return Adjustments.from_text(str(self.schema.fingerprints.get("adjustments", "")))
+        return Adjustments.from_text(str(self.block.schema.fingerprints.get("adjustments", "")))
 
     @property
     def placed(self) -> bool:
         """True if layers store which tokens their positions are."""
-        forms = (form_from_fields(layer.form) for layer in self.schema.layers if layer.form)
+        forms = (form_from_fields(layer.form) for layer in self.block.schema.layers if layer.form)
         return any(places_array(form) in self.block.names for form in forms)
 
     def check(self, ids: np.ndarray[Any, Any], digests: np.ndarray[Any, Any]) -> None:
         """Raise if a stored sample has other contents now."""
         changed = self.contents.changed(ids, digests)
         if len(changed):
-            raise changed_rows_error(changed, path=self.path, known=self.rows)
+            raise changed_rows_error(changed, path=self.block.path, known=len(self.block))
 
     def check_all(self, delivered: Iterable[tuple[Any, Any, Any]], maker: RowMaker | None) -> None:
         """Raise unless ids, fingerprints and batches of a whole pass are those of the store.
@@ -170,15 +155,15 @@ class EarlierRun:
                 proof.check_batch(ids, batch)
         other, added = np.concatenate(changed), np.concatenate(new)
         if len(other):
-            raise changed_rows_error(other, path=self.path, known=self.rows)
-        left_out = self.block.manifest.next_row - self.rows
-        if len(added) > left_out or seen - len(added) < self.rows:
+            raise changed_rows_error(other, path=self.block.path, known=len(self.block))
+        left_out = self.block.manifest.next_row - len(self.block)
+        if len(added) > left_out or seen - len(added) < len(self.block):
             raise CaptureError(
                 "these are not the rows of the finished capture",
                 code="capture.other_rows",
-                path=self.path,
+                path=self.block.path,
                 found=f"{seen} rows, of which {len(added)} are new: {format_ids(added)}",
-                expected=f"the {self.rows} stored rows",
+                expected=f"the {len(self.block)} stored rows",
                 fix=f"Use the same data, {_ANOTHER}",
             )
 
@@ -216,7 +201,7 @@ class RecomputeCheck:
                 raise CaptureError(
                     f"sample {number} differs from the stored row: the model or the task has changed",
                     code="capture.function_changed",
-                    path=self._earlier.path,
+                    path=self._earlier.block.path,
                     found="; ".join(other[:6]),
                     fix=f"Use the code of the earlier run, {_ANOTHER}",
                 )

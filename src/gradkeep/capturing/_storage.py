@@ -14,11 +14,11 @@ from gradkeep.errors import CaptureError
 from gradkeep.factors._bits import Bits
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._dense import Dense, DenseRows
-from gradkeep.factors._form import FactoredForm
+from gradkeep.factors._form import FactoredForm, form_to_fields
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._tied import Tied, TiedRows, places_array
-from gradkeep.store import Array, Ragged
+from gradkeep.store import Array, Layer, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,6 +159,11 @@ class LayerStorage:
     def dense_bytes(self) -> int:
         """Bytes of the dense gradient in float32."""
         return 4 * self.unit.size
+
+    def schema_layer(self) -> Layer:
+        """Return the layer for a schema."""
+        unit = self.unit
+        return Layer(unit.name, unit.type, unit.size, form_to_fields(self.form))
 
 
 def parse_storage(keep: str) -> Storage | None:
@@ -358,16 +363,11 @@ def _drop_idle_positions(
     positions by layer.
     """
     used_positions: dict[LayerUnit, torch.Tensor] = {}
-    groups: dict[str, list[LayerStorage]] = {}
+    groups: dict[str, dict[LayerUnit, Any]] = {}
     for layer in layers:
         if isinstance(layer.form, Outer) and layer.storage == "factors":
-            groups.setdefault(layer.form.prefix, []).append(layer)
-    for group in groups.values():
-        members: dict[LayerUnit, OuterRows] = {}
-        for layer in group:
-            rows = factors[layer.unit]
-            assert isinstance(rows, OuterRows)
-            members[layer.unit] = rows
+            groups.setdefault(layer.form.prefix, {})[layer.unit] = factors[layer.unit]
+    for members in groups.values():
         owner, first = next(iter(members.items()))
         for unit, rows in members.items():
             same = _is_same(pieces[unit].source, pieces[owner].source)
@@ -428,14 +428,11 @@ def _check_same(layer: LayerStorage, form: AnyForm) -> None:
 
 def _with_offsets(layer: LayerStorage, rows: GradientRows) -> GradientRows:
     """Add or remove the number of positions per row, as the layer's arrays require."""
-    if isinstance(rows, TiedRows) or not isinstance(rows, OuterRows):
-        return rows
     ragged = any(array.ragged for array in layer.arrays if array.name in layer.form.arrays)
-    if rows.offsets is None:
-        with_offsets = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
-        return with_offsets if ragged else rows
-    if ragged:
+    if not isinstance(rows, OuterRows) or ragged == (rows.offsets is not None):
         return rows
+    if rows.offsets is None:
+        return OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
     if bool((rows.offsets.diff() == 1).all()):
         return OuterRows(rows.x, rows.g)
     raise BatchMismatchError(

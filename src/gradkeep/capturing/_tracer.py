@@ -13,8 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._storage import Adjustments, BatchMismatchError, convert_form, no_gradients
-from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
-from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
+from gradkeep.capturing.rules._layers import (
+    LayerGradients,
+    dense_gradients,
+    module_gradients,
+    whole_model_gradients,
+)
 from gradkeep.capturing.rules._rules import (
     DENSE_RULES,
     calls_by_module,
@@ -119,15 +123,10 @@ def watching(
             args = (inputs[0].detach(),)
         else:
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        call = LayerCall(
-            module=module,
-            args=args,
-            kwargs=kwargs,
-            shapes=tuple(t.shape for t in outputs),
-            input_shape=inputs[0].shape if inputs else torch.Size(),
-            edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
-            original=inputs[0] if inputs else None,
-        )
+        shapes, original = tuple(t.shape for t in outputs), inputs[0] if inputs else None
+        shape = torch.Size() if original is None else original.shape
+        edges = () if by_hooks else tuple(get_gradient_edge(t) for t in outputs)
+        call = LayerCall(module, args, kwargs, shapes, shape, edges, original=original)
         if by_hooks:
             call.suffixes = [None] * len(outputs)
             for index, tensor in enumerate(outputs):

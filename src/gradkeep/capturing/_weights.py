@@ -150,9 +150,7 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
     Weights of an adapter alone replace those of the model's adapter; all others stay.
     """
     own = model.state_dict()
-    offloaded = [
-        key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta
-    ]
+    offloaded = [key for key, value in own.items() if getattr(value, "is_meta", False)]
     if offloaded:
         raise CaptureError(
             f"checkpoint {name} cannot be loaded into offloaded weights",
@@ -278,8 +276,8 @@ def _adapter_name(model: Any, own: Mapping[str, Any], *, checkpoint: str) -> str
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None)
     active = active() if callable(active) else active
     active = [active] if isinstance(active, str) else active
-    if len(names) > 1 and isinstance(active, list) and len(active) == 1:
-        names = [str(active[0])] if active[0] in names else names
+    if isinstance(active, list) and len(active) == 1 and active[0] in names:
+        names = [str(active[0])]
     if len(names) > 1:
         raise CaptureError(
             f"checkpoint {checkpoint}: the model has several adapters; nothing was loaded",
@@ -307,7 +305,7 @@ def _check_settings(model: Any, adapter: str, settings: Mapping[str, Any], check
     kind = (settings.get("auto_mapping") or {}).get("base_model_class")
     base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = {parent.__name__ for parent in type(base_model).__mro__}
-    names = [os.path.basename(str(name).rstrip("/")) for name in (base, own_base)]
+    names = [Path(str(name)).name for name in (base, own_base)]
     if (base and own_base and names[0] != names[1]) or (kind and kind not in kinds):
         raise CaptureError(
             f"checkpoint {checkpoint} is an adapter of another base model; nothing was loaded",
@@ -317,11 +315,10 @@ def _check_settings(model: Any, adapter: str, settings: Mapping[str, Any], check
             fix="Load its base model, or correct base_model_name_or_path in adapter_config.json.",
         )
     values = {name: getattr(own, name) for name in _SETTINGS if hasattr(own, name)}
-    values = {name: getattr(value, "value", value) for name, value in values.items()}
     other = [
         f"{name}={settings[name]!r} for {value!r}"
         for name, value in values.items()
-        if name in settings and settings[name] != value
+        if name in settings and settings[name] != getattr(value, "value", value)
     ]
     if other:
         raise CaptureError(

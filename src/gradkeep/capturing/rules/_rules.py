@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gradkeep.capturing.rules._any_module import module_gradients
 from gradkeep.capturing.rules._layers import (
     convolution_gradients,
     embedding_gradients,
@@ -16,6 +15,7 @@ from gradkeep.capturing.rules._layers import (
     is_linear,
     is_norm,
     linear_gradients,
+    module_gradients,
     norm_gradients,
     runs_as,
     tied_gradients,

@@ -172,7 +172,7 @@ def _called(model: nn.Module, inputs: Any) -> Any:
             f"the model does not take the entries of the batch: {', '.join(map(str, inputs))}",
             code="capture.model_arguments",
             expected=f"{type(model).__name__}{inspect.signature(model.forward)}",
-            fix="Rename or remove entries in the collate function, or exclude them with columns=.",
+            fix="Rename entries in the collate function, use columns=, or subclass gk.Task.",
         )
     if isinstance(inputs, tuple | list):
         return model(*inputs)
