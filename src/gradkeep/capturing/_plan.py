@@ -475,14 +475,9 @@ class _Planner:
         segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
         answer = 4 * rows * queries
         too_much: list[str] = []
-        sizes: dict[str, Any] = {
-            "answer": answer,
-            "mapped": segment,
-            "query_row": cost.query_bytes,
-            "train_row": cost.row_bytes,
-            "queries": queries,
-            "rows": rows,
-        }
+        sizes: dict[str, Any] = {"answer": answer, "mapped": segment}
+        sizes |= {"query_row": cost.query_bytes, "train_row": cost.row_bytes}
+        sizes |= {"queries": queries, "rows": rows}
         disk, memory = cost.disk_bytes(rows, queries), self._capture_memory(cost)
         if disk > self.disk:
             too_much.append(

@@ -386,11 +386,7 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters, or its execution device if they are offloaded."""
     for parameter in model.parameters():
         return (execution_device(model) if parameter.is_meta else None) or parameter.device
-    raise CaptureError(
-        "the model has no parameters",
-        code="capture.no_parameters",
-        fix="Capture a model with some.",
-    )
+    raise CaptureError("the model has no parameters", code="capture.no_parameters")
 
 
 def _check_training(model: nn.Module, *, chosen: bool) -> None:
@@ -500,6 +496,46 @@ def _eager_mode() -> Iterator[None]:
             if not _eager_state.users:
                 _eager_state.switched.close()
                 _eager_state.eager = False
+
+
+@contextlib.contextmanager
+def restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers, up to 256 MiB of them, at the end of the block."""
+    free_bytes, copies = 256 << 20, []
+    for buffer in model.buffers():
+        free_bytes -= buffer.nbytes
+        if free_bytes >= 0 and not buffer.is_meta and not buffer.is_inference():
+            copies.append((buffer, buffer._version, buffer.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, before in copies:
+                if buffer._version != version:
+                    buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """Run the block with the model in double precision; restore parameters and buffers afterwards."""
+    parameters = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype == torch.float32
+    ]
+    try:
+        for parameter, data in parameters:
+            parameter.data = data.double()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.double()
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
 
 
 @contextlib.contextmanager

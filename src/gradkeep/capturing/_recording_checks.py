@@ -19,9 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from gradkeep.capturing._audit import restore_buffers
 from gradkeep.capturing._batches import copied, leaves, map_leaves
 from gradkeep.capturing._proofs import fits
+from gradkeep.capturing._readiness import restore_buffers
 from gradkeep.capturing.rules._layers import by_sample
 from gradkeep.capturing.rules._rules import calls_by_module
 from gradkeep.errors import CaptureError

@@ -23,12 +23,6 @@ import gradkeep.store as gs
 from gradkeep import remat
 from gradkeep._budgets import parse_budget
 from gradkeep._display import progress as show_progress
-from gradkeep.capturing._audit import (
-    RowAudit,
-    change_of_first_rows,
-    check_repeatable,
-    restore_buffers,
-)
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker, find_basis
 from gradkeep.capturing._first_batch import (
@@ -49,13 +43,17 @@ from gradkeep.capturing._readiness import (
     has_modes,
     in_mode,
     ready,
+    restore_buffers,
 )
 from gradkeep.capturing._report import Captured, CaptureWarning, report_layer
 from gradkeep.capturing._resume import (
     EarlierRun,
     RecomputeCheck,
+    RowAudit,
     RowFingerprints,
+    change_of_first_rows,
     changed_rows_error,
+    check_repeatable,
     find_earlier_run,
     fingerprint_function,
     fingerprint_weights,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._audit import RowAudit
     from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing._resume import RowAudit
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._layers import LayerGradients

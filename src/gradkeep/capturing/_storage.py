@@ -61,10 +61,8 @@ class Adjustments:
         """Parse the text of a schema; empty text means no adjustments."""
         known = {f.name for f in _FIELDS}
         try:
-            fields = json.loads(text) if text else {}
-            return cls(
-                **{name: frozenset(names) for name, names in fields.items() if name in known}
-            )
+            fields = json.loads(text or "{}").items()
+            return cls(**{name: frozenset(names) for name, names in fields if name in known})
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise CaptureError(
                 f"the adjustments of an earlier capture cannot be read: {text[:100]}",

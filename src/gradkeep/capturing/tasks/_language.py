@@ -121,7 +121,7 @@ class LanguageModeling(Task):
                 found=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
             )
         targets = targets.to(logits.device, torch.int64)
-        everything = targets if ends is not None else None
+        whole = targets
         if ends is not None:
             targets = self._within(targets, ends, shift=shift)
         if shift:
@@ -137,11 +137,8 @@ class LanguageModeling(Task):
         valid = targets != self.ignore_index
         losses = flat.sum(1)
         if self.reduction == "mean":
-            counted = valid.sum(1)
-            if everything is not None:
-                all_targets = everything[:, 1:] if shift else everything
-                counted = (all_targets != self.ignore_index).sum(1)
-            losses = losses / counted.clamp(min=1)
+            counted = whole[:, 1:] if shift else whole
+            losses = losses / (counted != self.ignore_index).sum(1).clamp(min=1)
         return Measured(losses, tokens=flat.detach().masked_fill(~valid, torch.nan))
 
     def _ends(self, batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
