@@ -237,7 +237,7 @@ def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
 
     def broken(self, piece, measured):
         result = original(self, piece, measured)
-        result.row_side[0, 0, 0] = float("nan")
+        result[0][0, 0, 0] = float("nan")
         return result
 
     with pytest.MonkeyPatch.context() as patch:

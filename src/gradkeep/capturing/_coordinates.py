@@ -244,10 +244,11 @@ def find_basis(
             "task": basis.task in (task.describe(), task.trained_as()),
             "layers": _has_layers(basis, prepared),
         }
-        for name in [name for name, is_same in checks.items() if not is_same]:
+        other = next((name for name, is_same in checks.items() if not is_same), None)
+        if other is not None:
             raise CaptureError(
-                f"the basis of captures called {key.capture!r} has another {name} at this checkpoint",
-                code="capture.other_keep" if name == "keep" else f"capture.basis_{name}",
+                f"the basis of captures called {key.capture!r} has other {other} at this checkpoint",
+                code="capture.other_keep" if other == "keep" else f"capture.basis_{other}",
                 path=path,
                 found=re.sub(r"[{}\"]", "", f"{basis.settings}, {basis.task}"),
                 fix="Pass the same model, task and keep=, or another name=.",

@@ -521,14 +521,10 @@ class _Planner:
         positions = layer.positions
         load = ProductSize(self.rows, self.queries, positions, positions, scratch)
         choice = choose_compute(layer.form, load, force=self.compute)
-        return PlannedLayer(
-            layer=report_layer(layer),
-            disk_bytes=layer.row_bytes * (self.rows + self.queries),
-            compute=choice.compute,
-            flops=choice.cost.flops,
-            seconds=choice.cost.seconds,
-            alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
-        )
+        alternatives = {how: cost.seconds for how, cost in choice.alternatives.items()}
+        size, cost = layer.row_bytes * (self.rows + self.queries), choice.cost
+        costs = (choice.compute, cost.flops, cost.seconds, alternatives)
+        return PlannedLayer(report_layer(layer), size, *costs)
 
     def _capture_memory(self, cost: CaptureCost) -> float:
         """Return the peak bytes of a capture; with a budget, of no more samples at once than fit."""

@@ -22,7 +22,6 @@ from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._storage import Adjustments, BatchMismatchError
 from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, is_reached
 from gradkeep.capturing.rules._layers import (
-    INTERLEAVED,
     SAMPLE_AXES,
     possible,
     whole_model_gradients,
@@ -32,7 +31,7 @@ from gradkeep.capturing.rules._rules import (
     LayerUnit,
     calls_by_module,
     calls_of,
-    find_called_parent,
+    find_called_module,
     unit_gradients,
     watched_modules,
 )
@@ -239,36 +238,34 @@ class _RuleSearch:
             rest.append(unit)
         return rest
 
-    def _try(self, unit: LayerUnit, candidates: Iterable[LayerUnit], gradient: Tensor) -> bool:
+    def _try(
+        self,
+        unit: LayerUnit,
+        candidates: Iterable[LayerUnit],
+        gradient: Tensor,
+        calls: Sequence[LayerCall] | None = None,
+    ) -> bool:
         for rule in candidates:
-            try:
-                piece = unit_gradients(rule, calls_of(rule, self.calls), rows=self.rows)
-                is_right = self._fits(piece, gradient)
-            except _RULE_ERRORS:
-                # The layer is not called as this rule expects; the last rule works for every model.
-                continue
-            if is_right:
-                self.rules[unit] = rule, piece
-                return True
+            # The layer may not be called as this rule expects; the last rule works for every model.
+            with contextlib.suppress(*_RULE_ERRORS):
+                own = calls_of(rule, self.calls) if calls is None else calls
+                piece = unit_gradients(rule, own, rows=self.rows)
+                if self._fits(piece, gradient):
+                    self.rules[unit] = rule, piece
+                    return True
         return False
 
     def _try_spread(self, unit: LayerUnit, gradient: Tensor) -> bool:
         """Expand the unit's output to all samples, if that changes neither the target nor the gradient."""
         rule = dataclasses.replace(unit, axis="shared")
         alone = dataclasses.replace(self.tracer, units=[rule])
-        try:
+        with contextlib.suppress(*_RULE_ERRORS):
             _, target, calls = alone.forward(list(unit.modules), self.batch)
-            if not torch.equal(target, self.target):
-                return False
             fill(calls, target)
-            with torch.no_grad():
-                piece = unit_gradients(rule, calls, rows=self.rows)
-                is_right = self._fits(piece, gradient)
-        except _RULE_ERRORS:
-            return False
-        if is_right:
-            self.rules[unit] = rule, piece
-        return is_right
+            if torch.equal(target, self.target):
+                with torch.no_grad():
+                    return self._try(unit, [rule], gradient, calls)
+        return False
 
     def try_whole_model(self, units: Sequence[LayerUnit]) -> None:
         """Run the model once per sample, as a last resort."""
@@ -309,23 +306,20 @@ def candidate_rules(
 ) -> Iterator[LayerUnit]:
     """Yield rules that may capture a unit, the cheapest first."""
     if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
-        for axis in (*SAMPLE_AXES, *INTERLEAVED):
-            own = [call for module in unit.modules for call in calls[module]]
-            shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+        own = [call for module in unit.modules for call in calls[module]]
+        shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+        for axis in (*SAMPLE_AXES, "interleaved"):  # only a proof can distinguish it from flat
             if all(possible(shape, rows, axis) for shape in shapes):
                 yield dataclasses.replace(unit, axis=axis)
-    holder = find_called_parent(model, unit, set(calls)) if unit.modules[0] not in calls else None
-    module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
+    module = find_called_module(model, unit, calls)
     if module is None or len(unit.modules) > 1:
         return
     first = getattr(module, "batch_first", True)
     axes: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
-    for axis in axes:
-        yield dataclasses.replace(unit, rule="module", modules=(module,), axis=axis)
-    if module is not model:
-        # For the whole model, the last resort does the same.
+    # One by one for the whole model is the last resort.
+    for rule in ("module",) if module is model else ("module", "one by one"):
         for axis in axes:
-            yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
+            yield dataclasses.replace(unit, rule=rule, modules=(module,), axis=axis)
 
 
 def fits(total: torch.Tensor, gradient: torch.Tensor, tolerance: float) -> bool:

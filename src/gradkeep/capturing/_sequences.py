@@ -60,11 +60,7 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
             continue
         if name.startswith(BOUNDS) and value.numel() > 2:
             documents = _between(value, batch_shape(batch), batch)
-            return (
-                documents
-                if len({document.row for document in documents}) < len(documents)
-                else None
-            )
+            return documents if _has_packs(documents) else None
         if name in NUMBERS and value.dim() == 2 and bool((value != value[:, :1]).any()):
             return _runs(value, _mask(batch, value) & (value >= 0))
     mask = batch.get(MASK)
@@ -72,12 +68,16 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
         return _runs(mask, mask > 0)
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3]:
         documents = _separated_documents(mask)
-        if len({document.row for document in documents}) < len(documents):
+        if _has_packs(documents):
             return documents
     places = batch.get(POSITIONS)
     if _is_whole(places) and places.dim() == 2:
         return _restarts(places, _mask(batch, places))
     return None
+
+
+def _has_packs(documents: Sequence[Document]) -> bool:
+    return len({document.row for document in documents}) < len(documents)
 
 
 def may_pack(batch: Any) -> bool:
@@ -130,23 +130,17 @@ def _between(
     for number, ends in enumerate(rows):
         falls = any(later < earlier for earlier, later in itertools.pairwise(ends))
         if len(rows) != (1 if whole else count) or ends[0] != 0 or falls or ends[-1] > width:
-            raise _unclear_documents_error(
-                f"ends of documents {ends[:8]} in {count} rows of {length} tokens"
-            )
+            raise _unclear_documents_error(f"ends {ends[:8]} in {count} rows of {length} tokens")
         first = number * length
         for start, stop in itertools.pairwise(ends):
             row, place = divmod(first + start, length)
             if place + stop - start > length:
-                raise _unclear_documents_error(
-                    f"a document of tokens {start} to {stop} in rows of {length}"
-                )
+                raise _unclear_documents_error(f"tokens {start} to {stop} in rows of {length}")
             if start < stop:  # bounds are padded with the last one
                 documents.append(Document(row, place, place + stop - start))
         behind = slice(first + ends[-1], first + width)
         if ends[-1] < width and not (known and bool((labels.reshape(-1)[behind] < 0).all())):
-            raise _unclear_documents_error(
-                f"{width - ends[-1]} tokens after the last document, or labels there"
-            )
+            raise _unclear_documents_error(f"{width - ends[-1]} tokens after the last document")
     return tuple(documents)
 
 
@@ -190,9 +184,7 @@ def _restarts(places: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...]
     if bool(wrong.any()):
         row, at = wrong.nonzero()[0].tolist()
         nearby = places[row, max(at - 2, 0) : at + 3].tolist()
-        raise _unclear_documents_error(
-            f"positions {nearby} around token {at} of a row: padding, or a short document?"
-        )
+        raise _unclear_documents_error(f"positions {nearby} around token {at} of a row")
     return _runs((second & valid).cumsum(1), valid)
 
 

@@ -128,6 +128,8 @@ def replay_tokens(
     and all K directions in memory.
     """
     _check_task(train, task)
+    if not len(train_ids):
+        raise CaptureError("train_ids is empty", code="capture.no_train_ids")
     facts: Any = train.block.schema.fingerprints
     model, mode = uncompiled(model), facts.get("mode")
     with ready(model), in_mode(model, mode):
@@ -149,12 +151,11 @@ def replay_tokens(
         prepared = prepare_capture(model, task, probe, CaptureSettings(of=facts.get("of")))
         units = [unit for unit in prepared.tracer.units if unit.name in train.forms]
         missing = sorted(set(train.forms) - {unit.name for unit in units})
-        if missing or not len(train_ids):
+        if missing:
+            names = ", ".join(missing[:4])
             raise CaptureError(
-                f"the model lacks layers of {train.key.split}: {', '.join(missing[:4])}"
-                if missing
-                else "train_ids is empty",
-                code="capture.missing_layers" if missing else "capture.no_train_ids",
+                f"the model lacks layers of {train.key.split}: {names}",
+                code="capture.missing_layers",
             )
         forms = {unit: prepared.pieces[unit].form for unit in units}
         replay = _TokenReplay(

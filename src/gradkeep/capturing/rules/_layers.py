@@ -77,8 +77,6 @@ SampleAxis = Literal["first", "second", "flat", "interleaved", "shared"]
 """Dimension that counts the samples: `[B, ...]`, `[T, B, ...]`, `[B * T, ...]` or `[T * B, ...]`;
 none in a call that all samples share, such as positions `[T]`, until its output is expanded."""
 SAMPLE_AXES: tuple[SampleAxis, ...] = ("first", "second", "flat")
-INTERLEAVED: tuple[SampleAxis, ...] = ("interleaved",)
-"""Flattened time-major tensors: only a proof can distinguish them from `flat`."""
 
 
 def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:

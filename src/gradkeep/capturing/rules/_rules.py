@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -196,46 +196,26 @@ def units_of(model: nn.Module) -> list[LayerUnit]:
             continue
         modules = [module for _, module, _ in held]
         paths = [path for path, _, _ in held]
-        own = [
-            (path, name, weight)
-            for path, module in zip(paths, modules, strict=True)
-            for name, weight in module.named_parameters(recurse=False)
-            if weight.requires_grad
-        ]
         weights: dict[nn.Parameter, str] = {}
-        for path, name, weight in own:
-            if weight not in taken:
-                weights.setdefault(weight, f"{path}.{name}" if path else name)
+        for path, module in zip(paths, modules, strict=True):
+            for name, weight in module.named_parameters(path, recurse=False):
+                if weight.requires_grad and weight not in taken:
+                    weights.setdefault(weight, name)
         taken |= set(weights)
+        names = [name.rsplit(".", 1)[-1] for name in weights.values()]
+        rule = rule_for(modules[0], names) or "module"
+        if len(held) > 1:
+            rule = _TIED if _is_tied_head(modules, weights) else "whole"
+        elif any(len(holders[weight]) > 1 for weight in weights):
+            rule = "whole"  # another module holds a second weight of this one
+        parameters = tuple(Parameter(name, tuple(w.shape)) for w, name in weights.items())
         units.append(
             LayerUnit(
-                name=paths[0] or ROOT,
-                modules=tuple(modules),
-                weights=tuple(weights),
-                parameters=tuple(
-                    Parameter(name, tuple(weight.shape)) for weight, name in weights.items()
-                ),
-                rule=_rule(modules, weights, shared=len(held) > 1, holders=holders),
+                *(paths[0] or ROOT, tuple(modules), tuple(weights), parameters, rule),
                 also=tuple(paths[1:]),
             )
         )
     return units
-
-
-def _rule(
-    modules: Sequence[nn.Module],
-    weights: dict[nn.Parameter, str],
-    *,
-    shared: bool,
-    holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]],
-) -> str:
-    if shared:
-        return "tied" if _is_tied_head(modules, weights) else "whole"
-    module = modules[0]
-    if any(len(holders[weight]) > 1 for weight in weights):
-        return "whole"  # another module holds a second weight of this one
-    names = [name.rsplit(".", 1)[-1] for name in weights.values()]
-    return rule_for(module, names) or "module"
 
 
 def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]) -> bool:
@@ -269,17 +249,15 @@ def calls_of(unit: LayerUnit, calls: Mapping[nn.Module, Sequence[LayerCall]]) ->
     return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
-def find_called_parent(
-    model: nn.Module, unit: LayerUnit, ran: set[nn.Module]
-) -> tuple[str, nn.Module] | None:
-    """Find the nearest called module around a unit; torch reads some weights without calling their module."""
+def find_called_module(
+    model: nn.Module, unit: LayerUnit, calls: Mapping[nn.Module, Any]
+) -> nn.Module | None:
+    """Find a unit's module, or the nearest called one around it: torch reads some weights without a call."""
+    if unit.modules[0] in calls:
+        return unit.modules[0]
     parts = [] if unit.name == ROOT and unit.modules[0] is model else unit.name.split(".")
-    for length in range(len(parts) - 1, -1, -1):
-        path = ".".join(parts[:length])
-        module = model.get_submodule(path)
-        if module in ran:
-            return path, module
-    return None
+    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1))
+    return next((module for module in around if module in calls), None)
 
 
 def tensors(units: Sequence[LayerUnit]) -> list[torch.Tensor]:
