@@ -278,7 +278,7 @@ def task_batches(
         raise CaptureError(
             f"loader must be an iterable of batches, not {type(loader).__name__}",
             code="capture.not_a_loader",
-            fix="Pass the DataLoader itself, or a list of batches.",
+            fix="Pass the DataLoader itself, or a list: an iterator can be read only once.",
         )
     is_inside = ids is None or isinstance(ids, str) or type(ids) is int or callable(ids)
     inside: Any = ids if is_inside else None
