@@ -144,8 +144,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
         return _called(model, inputs)
     except IndexError as error:
         row = _row_beyond_tables(model, inputs)
+        where = "" if row is None else f", in row {row}"
         raise CaptureError(
-            f"an index of the batch is beyond the model's tables, in row {row}",
+            f"an index of the batch is beyond the model's tables{where}",
             code="capture.index_out_of_table",
             found=str(error)[:200],
             fix="Use the tokenizer of the model, and truncate as in training.",
