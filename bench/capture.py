@@ -33,8 +33,8 @@ from torch.nn import functional as F
 import gradkeep as gk
 from bench._passes import build_cnn, cpu_seconds
 from gradkeep.capturing import _first_batch
-from gradkeep.capturing._audit import RowAudit
 from gradkeep.capturing._proofs import RuleProofs
+from gradkeep.capturing._resume import RowAudit
 from gradkeep.data import GPT, dataset, model
 
 ROOT = Path(__file__).parents[1]

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import _moments, _rows
+from gradkeep.capturing import _rows
 from gradkeep.curvature._moments import StoredMoments
 
 KEY = gk.store.CaptureKey("final", "train")
-ROWS = _moments.FIRST_ROWS
+ROWS = _rows.FIRST_ROWS
 
 
 def network():
@@ -102,7 +102,7 @@ def test_what_keeps_no_such_layer_dense_has_none(tmp_path, options):
 
 @pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_TOGETHER", "_MOST_ROWS"])
 def test_large_ones_are_not_kept(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(_moments, limit, 0)
+    monkeypatch.setattr(_rows, limit, 0)
     captured(tmp_path, batches(40))
     assert not gk.open(tmp_path).has(KEY.moments)
 
@@ -232,12 +232,12 @@ def test_long_names_and_names_with_dots_have_their_own_place():
 
 
 def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
-    moments = _moments.FirstMoments
+    moments = _rows.FirstMoments
     original = moments.batch_sums
 
     def broken(self, piece, measured):
         result = original(self, piece, measured)
-        result.row_side[0, 0, 0] = float("nan")
+        result[0][0, 0, 0] = float("nan")
         return result
 
     with pytest.MonkeyPatch.context() as patch:

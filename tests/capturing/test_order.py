@@ -267,7 +267,7 @@ class LateSwap(Sampler):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ids", [None, list(range(200))])
-def test_a_sampler_that_changes_its_mind_is_found_in_the_batch_it_concerns(
+def test_a_sampler_that_changes_its_mind_is_found_before_anything_is_written(
     store, model, workers, ids
 ):
     data = TensorDataset(torch.randn(200, 3), torch.arange(200) % ROWS)
@@ -276,15 +276,15 @@ def test_a_sampler_that_changes_its_mind_is_found_in_the_batch_it_concerns(
     with raises(CaptureError, "capture.shuffled_loader") as caught:
         capture(store, model, loader, ids=ids)
     assert "row 22 at place 21" in str(caught.value) or "row 21 at place 22" in str(caught.value)
-    with pytest.raises(gk.GradkeepError, match="not finished"):
-        gk.gradients(store, split="train")
+    assert store.captures() == []
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 9), last=st.booleans())
 def test_a_watched_pass_is_the_loaders_own(rows, size, last):
     data = [(torch.randn(3), number) for number in range(rows)]
     loader = DataLoader(data, size, drop_last=last)
-    watched = list(iter_batches(loader, range(rows)))
+    delivered = rows - rows % size if last else rows
+    watched = list(iter_batches(loader, list(range(delivered))))
     for ours, theirs in zip(watched, loader, strict=True):
         assert all(map(torch.equal, ours, theirs))
 

@@ -24,17 +24,18 @@ class Bilinear(nn.Module):
         return x @ self.mix
 
 
-def mixing(name, module, parameters, calls, *, rows, axis):
+def mixing(unit, calls, rows):
     (call,) = calls
-    x, g = by_sample(call.input, rows, axis), by_sample(call.suffix(), rows, axis)
-    form = Outer(parameters, f"{name}.prefix", f"{name}.suffix", d_in=4, d_out=3, transposed=True)
+    x, g = by_sample(call.input, rows, unit.axis), by_sample(call.suffix(), rows, unit.axis)
+    arrays = f"{unit.name}.prefix", f"{unit.name}.suffix"
+    form = Outer(unit.parameters, *arrays, d_in=4, d_out=3, transposed=True)
     return gk.LayerGradients(form, OuterRows(x, g))
 
 
-def wrong(name, module, parameters, calls, *, rows, axis):
-    built = mixing(name, module, parameters, calls, rows=rows, axis=axis)
+def wrong(unit, calls, rows):
+    built = mixing(unit, calls, rows)
     values = 2 * built.form.restore(built.rows)
-    return gk.LayerGradients(Dense(parameters, f"{name}.gradient", 12), DenseRows(values))
+    return gk.LayerGradients(Dense(unit.parameters, f"{unit.name}.gradient", 12), DenseRows(values))
 
 
 @pytest.fixture

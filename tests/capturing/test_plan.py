@@ -9,8 +9,8 @@ from raises import raises
 from torch import nn
 
 import gradkeep as gk
+from gradkeep.capturing._cost import plan_shapes
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._shapes import plan_shapes
 from gradkeep.data import GPT
 from gradkeep.errors import CaptureError
 from gradkeep.store import BasisKey

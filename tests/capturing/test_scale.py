@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.capturing._scale_plan import (
+from gradkeep.capturing._plan import (
     PlaceCosts,
     WorkerCosts,
     measure_folder,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import gradkeep as gk
 from gradkeep import farm
-from gradkeep.capturing._distributed import device_for, segment_ranges
+from gradkeep.capturing._capture import device_for, segment_ranges
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 
 KEY = gk.store.CaptureKey("final", "train")

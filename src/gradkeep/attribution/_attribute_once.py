@@ -15,14 +15,14 @@ from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import find_method
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution.scorers._kfac import APPROXIMATE
-from gradkeep.capturing._audit import check_repeatable, restore_buffers
 from gradkeep.capturing._batches import batch_size as samples_in
 from gradkeep.capturing._batches import rows_of, to_device
 from gradkeep.capturing._capture import capture
+from gradkeep.capturing._choice import measure_moments
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import as_loader, task_batches
-from gradkeep.capturing._moments import measure_moments
-from gradkeep.capturing._readiness import in_mode, moved_to, ready
+from gradkeep.capturing._readiness import in_mode, moved_to, ready, restore_buffers
+from gradkeep.capturing._resume import check_repeatable
 from gradkeep.capturing._tracer import Reducer, empty_gradients
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis

@@ -69,7 +69,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             leaf = torch.from_numpy(leaf)
         return _own(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
-    return _mapped(batch, move)
+    return map_leaves(batch, move)
 
 
 def copied(batch: Any) -> Any:
@@ -80,7 +80,7 @@ def copied(batch: Any) -> Any:
             return _own(leaf, leaf.device)
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
-    return _mapped(batch, copy)
+    return map_leaves(batch, copy)
 
 
 def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,21 +96,21 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
             return leaf[start:stop]
         return leaf
 
-    return _mapped(
+    return map_leaves(
         batch, cut, listed=lambda items: items[start:stop] if len(items) == count else items
     )
 
 
 def chosen_rows(batch: Any, rows: np.ndarray[Any, Any]) -> Any:
     """Return these samples of a batch in which every tensor has one row per sample."""
+    return map_leaves(
+        batch,
+        lambda leaf: leaf[rows] if isinstance(leaf, torch.Tensor | np.ndarray) else leaf,
+        listed=lambda items: [items[row] for row in rows],
+    )
 
-    def taken(leaf: Any) -> Any:
-        return leaf[rows] if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
 
-    return _mapped(batch, taken, listed=lambda items: [items[row] for row in rows])
-
-
-def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def digests(batch: Any) -> Digests:
     """Return a fingerprint `[B]` of each sample, to notice changed or reordered data.
 
     It hashes the sample's bytes in every tensor and array that has a row for it, and its entries in
@@ -118,7 +118,7 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """
     count = batch_size(batch)
     parts_of_batch: list[Any] = []
-    _mapped(batch, parts_of_batch.append, listed=parts_of_batch.append)
+    map_leaves(batch, parts_of_batch.append, listed=parts_of_batch.append)
     arrays: list[np.ndarray[Any, Any]] = []
     lists: list[Any] = []
     for leaf in parts_of_batch:
@@ -155,36 +155,30 @@ def _digest(parts: list[tuple[memoryview, int]], lists: list[Any], row: int) -> 
 def leaves(batch: Any) -> list[Any]:
     """Return the tensors, arrays and other leaves of a batch, however it is nested."""
     items: list[Any] = []
-    _mapped(batch, items.append)
+    map_leaves(batch, items.append)
     return items
 
 
-def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to every leaf of a batch, keeping its nesting."""
-    return _mapped(batch, change)
-
-
-def _same(item: Any) -> Any:
-    return item
-
-
-def _mapped(
-    batch: Any, change: Callable[[Any], Any], *, listed: Callable[[Any], Any] = _same
+def map_leaves(
+    batch: Any, change: Callable[[Any], Any], *, listed: Callable[[Any], Any] = lambda items: items
 ) -> Any:
     """Apply `change` to every leaf, and `listed` to every list of texts or numbers."""
+
+    def inner(item: Any) -> Any:
+        return map_leaves(item, change, listed=listed)
+
     if isinstance(batch, Mapping):
         # Hugging Face batches have their own constructor; a dict works as well.
-        return {name: _mapped(item, change, listed=listed) for name, item in batch.items()}
+        return {name: inner(item) for name, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(item, change, listed=listed) for item in batch))
+        return type(batch)(*map(inner, batch))
     if isinstance(batch, tuple | list):
         if batch and not any(_is_part(item) for item in batch):
             return listed(batch)
-        return type(batch)(_mapped(item, change, listed=listed) for item in batch)
+        return type(batch)(map(inner, batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [part.name for part in dataclasses.fields(batch)]
-        changed = {name: _mapped(getattr(batch, name), change, listed=listed) for name in names}
-        return dataclasses.replace(batch, **changed)
+        return dataclasses.replace(batch, **{name: inner(getattr(batch, name)) for name in names})
     return change(batch)
 
 
@@ -201,14 +195,16 @@ def format_ids(ids: Any) -> str:
 def iter_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -> Iterator[Any]:
     """Iterate over the batches of one pass that have a sample.
 
-    With `places`, the sampler's indices of an earlier pass, raise at the first batch with other indices.
+    With `places`, the sampler's indices of an earlier pass, raise if this pass has others.
     Cost: comparing integers, and copying the batches of loaders that may reuse their memory.
     """
     if isinstance(loader, DataLoader) and _is_sliced(loader):
         iter(loader)  # as a pass of the loader, draw a random number
         delivered: Iterator[Any] = _slices(loader)
-    elif places is not None and _can_record_indices(loader):
-        delivered = _iter_with_indices(loader, places)
+    elif places is not None and _can_replace_sampler(loader):
+        indices = _indices(loader) or []
+        _check_places(_flat(indices), places)
+        delivered = iter(_with_indices(loader, indices))
     else:
         delivered = iter(loader)
     return _nonempty(loader, delivered)
@@ -238,14 +234,11 @@ def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, I
     if isinstance(loader, DataLoader) and _is_sliced(loader):
         size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
         return start // size * size, _slices(loader, start // size * size, stop)
-    if _can_record_indices(loader):
-        torch_loader: Any = loader
-        if torch_loader.batch_sampler is not None:
-            indices = [list(batch_indices(batch)) for batch in torch_loader.batch_sampler]
-            first, last, at = _among([len(batch) for batch in indices], start, stop)
-            own = copy.copy(torch_loader)  # as `_iter_with_indices` does
-            own.__dict__["batch_sampler"] = indices[first:last]
-            return at, _nonempty(loader, own)
+    own: Any = loader
+    if _can_replace_sampler(loader) and own.batch_sampler is not None:
+        indices = [list(batch_indices(batch)) for batch in own.batch_sampler]
+        first, last, at = _among([len(batch) for batch in indices], start, stop)
+        return at, _nonempty(loader, _with_indices(loader, indices[first:last]))
     return 0, iter_batches(loader)
 
 
@@ -285,28 +278,11 @@ def shuffled_error(order: str = "another order in a second pass") -> CaptureErro
         "the loader shuffles, so a sample would have another id in every run",
         code="capture.shuffled_loader",
         found=order,
-        fix="Use a DataLoader with shuffle=False, or have the data set return ids and pass ids=, "
-        "their key or index in a batch.",
+        fix="Use shuffle=False, or return ids with the rows and pass ids=, their key or index.",
     )
 
 
-class _RecordingSampler:
-    """A sampler that records its indices."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.batches: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._sampler:
-            self.batches.append(batch)
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-
-def _can_record_indices(loader: Any) -> bool:
+def _can_replace_sampler(loader: Any) -> bool:
     """Return True if batches arrive in the order in which the loader reads its sampler."""
     return (
         type(loader) is DataLoader
@@ -316,24 +292,18 @@ def _can_record_indices(loader: Any) -> bool:
     )
 
 
-def _iter_with_indices(loader: Any, places: Sequence[Any]) -> Iterator[Any]:
-    # A loader's sampler cannot be replaced; that of a copy can, and everything else is shared.
+def _with_indices(loader: Any, indices: list[Any]) -> Any:
+    """Return the loader with these indices; a copy, since its sampler cannot be replaced."""
     own = copy.copy(loader)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    recording = own.__dict__[name] = _RecordingSampler(getattr(loader, name))
-    at = 0
-    for number, batch in enumerate(own):
-        indices = batch_indices(recording.batches[number])
-        expected = list(places[at : at + len(indices)])
-        if indices != expected:
-            pairs = zip(indices, [*expected, *[None] * len(indices)], strict=False)
-            wrong = next(place for place, (one, other) in enumerate(pairs) if one != other)
-            raise shuffled_error(
-                f"row {indices[wrong]} at place {at + wrong}, where an earlier pass had another; rows "
-                "before it were stored correctly"
-            )
-        at += len(indices)
-        yield batch
+    own.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
+    return own
+
+
+def _check_places(indices: Sequence[Any], places: Sequence[Any]) -> None:
+    if indices != places:
+        pairs = enumerate(itertools.zip_longest(indices, places))
+        at, (now, before) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        raise shuffled_error(f"row {now} at place {at}, where an earlier pass had {before}")
 
 
 def _is_sliced(loader: Any) -> bool:
@@ -376,7 +346,7 @@ class LoaderOrder:
     """Number of samples, if known."""
     first: Any
     """The first batch."""
-    first_digests: tuple[np.ndarray[Any, np.dtype[np.uint64]], ...]
+    first_digests: tuple[Digests, ...]
     """Fingerprints of the first batches."""
     compared: dict[int, Any]
     """The sampler's indices of batches that are compared with the data set, by number."""
@@ -413,19 +383,11 @@ class LoaderOrder:
         raise CaptureError(
             "the loader delivers other contents than its data set has at these indices",
             code="capture.loader_differs",
-            found=f"{type(self.loader).__name__} with other contents at "
-            f"{format_ids(place + wrong)}",
-            fix="Use a plain DataLoader with shuffle=False, or pass ids=, one for each "
-            "delivered sample in order. If rows were stored already, use another "
-            "name= or delete the capture.",
+            found=f"other contents at {format_ids(place + wrong)}",
+            fix="Use a plain DataLoader with shuffle=False, or pass ids=, one for each row in order.",
         )
 
-    def _order_error(
-        self,
-        before: np.ndarray[Any, np.dtype[np.uint64]],
-        after: np.ndarray[Any, np.dtype[np.uint64]],
-        batch: Any,
-    ) -> CaptureError:
+    def _order_error(self, before: Digests, after: Digests, batch: Any) -> CaptureError:
         if len(after) == len(before) and bool((np.isin(after, before) & (after != before)).any()):
             return shuffled_error()  # the same rows at other places
         if self.compared:
@@ -451,21 +413,16 @@ def find_order(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
     if indices is not None and isinstance(loader, DataLoader):
         places = _flat(indices)
         if not is_sequential(loader):
-            second = _indices(loader) or []
-            if len(second) != len(indices) or _flat(second) != places:
-                raise shuffled_error()
+            _check_places(_flat(_indices(loader) or []), places)
         rows = len(places) if loader.batch_sampler is not None else None
         if by_position:
             if places != list(range(len(places))):
                 at = next(place for place, index in enumerate(places) if index != place)
                 raise CaptureError(
-                    "the sampler's order is not the data set's order, so ids by "
-                    "position would not be the data set's indices",
+                    "ids by position would not be the data set's indices",
                     code="capture.sampler_order",
-                    found=f"index {places[at]} at place {at}",
-                    fix="Pass ids=list(loader.sampler), or with a batch sampler ids=[i "
-                    "for batch in loader.batch_sampler for i in batch], to store "
-                    "every row under its index; or use shuffle=False.",
+                    found=f"a sampler with index {places[at]} at place {at}",
+                    fix="Pass ids=list(loader.sampler), or the indices of its batch_sampler; or shuffle=False.",
                 )
             filled = [batch for batch in indices if batch_indices(batch)]
             # Fewer of long loaders, whose samplers have more indices to compare.
@@ -473,17 +430,8 @@ def find_order(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
             most = _ROWS if collates_by_row(loader) else most
             numbers = np.linspace(0, len(filled) - 1, min(len(filled), most))
             compared = {int(number): filled[int(number)] for number in numbers.round()}
-    try:
-        delivered = iter_batches(loader)
-    except TypeError as error:
-        raise CaptureError(
-            "the loader is not an iterable of batches",
-            code="capture.not_a_loader",
-            found=type(loader).__name__,
-            expected=str(error),
-        ) from None
     # Every pass must begin with the same two batches.
-    begin = list(itertools.islice(delivered, 2))
+    begin = list(itertools.islice(iter_batches(loader), 2))
     is_fixed = type(loader) in (list, tuple)  # cannot change between passes
     return LoaderOrder(
         loader=loader,
@@ -536,8 +484,7 @@ def _same_labels(one: Any, other: Any) -> bool:
 
 def _augmentation_error() -> CaptureError:
     return CaptureError(
-        "the data changes each time it is read: random augmentation in the data set or its collate "
-        "function",
+        "the data changes each time it is read, as with random augmentation",
         code="capture.random_augmentation",
         fix="Capture the data set with the transforms of evaluation.",
     )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
 from gradkeep._ranks import rank_correlation
+from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._readiness import device_of
+from gradkeep.capturing._tracer import Reducer, empty_gradients
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.curvature._basis import leading
-from gradkeep.curvature._moments import WIDE, MatrixMoments
+from gradkeep.curvature._moments import WIDE, MatrixMoments, VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
 from gradkeep.factors._arithmetic import pairwise
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
-from gradkeep.factors._weights import BlockProjection, LayerProjection
+from gradkeep.factors._weights import BlockProjection, LayerProjection, WeightMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.capturing._first_batch import Keep
-    from gradkeep.capturing._moments import LayerMoments, Moments
     from gradkeep.capturing._tracer import Traced, Tracer
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._form import AnyForm
 
+    Moments = MatrixMoments | VectorMoments
     BlockSize = tuple[int, int, int]
     """Groups, rows and columns of a weight."""
 
@@ -75,6 +80,56 @@ class LeadingLayer:
         return max(0.0, total) / max(1, size)
 
 
+@dataclass(slots=True, eq=False)
+class LayerMoments:
+    """Moments of the weights of some units, and the forms of their gradients."""
+
+    forms: dict[LayerUnit, AnyForm] = field(default_factory=dict)
+    moments: dict[LayerUnit, list[Moments]] = field(default_factory=dict)
+    rows: int = 0
+
+
+def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device) -> LayerMoments:
+    """Sum the moments of all units' loss gradients over some batches, in one forward and backward pass.
+
+    For a weight, left = sum g g^T / rows and right = sum x x^T / positions, so that products of their
+    eigenvalues have the scale of the Fisher matrix.
+    """
+    total = LayerMoments()
+
+    def add(unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+        form, rows = piece.form, piece.rows.widened()
+        if unit not in total.moments:
+            total.forms[unit] = form
+            with rows.example.device:
+                total.moments[unit] = [
+                    matrix_moments(block, form, lean=True)
+                    if isinstance(block, WeightMatrix)
+                    else VectorMoments(block, form)
+                    for block in form.weight_blocks()
+                ]
+        slopes = tracer.loss_slopes(measured)
+        for one in total.moments[unit]:
+            one.add(rows, slopes)
+        return empty_gradients(piece)
+
+    reducer = Reducer(tracer.units, add)
+    for batch in sample:
+        total.rows += batch_size(batch)
+        losses = tracer.run(batch, device=device, reducer=reducer).measured.losses
+        if not bool(losses.isfinite().all()):
+            raise CaptureError(
+                "the loss of a row for the basis is not finite",
+                code="capture.infinite_basis_loss",
+                fix="Check the data, or capture an earlier checkpoint: training diverged.",
+            )
+    if not total.rows:
+        raise CaptureError(
+            "there are no rows for a basis", code="capture.empty_basis", fix="Check the loader."
+        )
+    return total
+
+
 def default_layers(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
     """Return the layers that coordinates are chosen from if the user did not choose layers.
 
@@ -112,7 +167,7 @@ def find_leading_layers(
     }
     if not any(layer.mean > 0 for layer in layers.values()):
         raise CaptureError(
-            f"all gradients of {moments.rows} rows are zero, so there is no basis for coordinates",
+            f"all gradients of {moments.rows} rows are zero, so there is no basis",
             code="capture.zero_basis",
             fix="Check the task and the labels, or capture an earlier checkpoint.",
         )
@@ -190,7 +245,7 @@ def random_coordinates(forms: Mapping[LayerUnit, AnyForm], keep: Keep) -> Chosen
     side, signs = choose_side(sizes, keep, list(forms)), keep.coordinates != "random"
     if count_pairs(sizes, side) > keep.sums:
         raise CaptureError(
-            f"{keep.sums} coordinates are too few for one per weight ({len(sizes)} weights)",
+            f"{keep.sums} coordinates are too few for {len(sizes)} weights",
             code="capture.too_few_coordinates",
             fix="Keep more bytes, or choose fewer layers with layers=.",
         )
@@ -306,7 +361,7 @@ def _finite(moment: Tensor) -> Tensor:
         raise CaptureError(
             "gradients of the rows for the basis are not finite",
             code="capture.infinite_basis",
-            fix="Look for exploded losses: capture with keep='losses' first. Training diverged.",
+            fix="Look for exploded losses: capture with keep='losses' first.",
         )
     return moment
 
@@ -338,7 +393,6 @@ def _draws(seed: int, name: str, at: int) -> torch.Generator:
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(words) >> 1)
 
 
-_MAX_ROWS, _MIN_ROWS = 16, 8
 _MAX_BYTES = 512 << 20
 """Limit for whole gradients in memory; models of which eight rows take more are not compared."""
 
@@ -350,9 +404,7 @@ def measure_agreement(
     layers: Mapping[LayerUnit, LeadingLayer],
     chosen: ChosenCoordinates,
     keep: Keep,
-    device: torch.device,
-    *,
-    budget: int | None = None,
+    budget: int | None,
 ) -> tuple[float | None, int]:
     """Return the mean rank correlation of compressed and full scores over rows, and the number of rows.
 
@@ -363,15 +415,15 @@ def measure_agreement(
     parts: list[Traced] = []
     rows, size = 0, sum(4 * unit.size for unit in tracer.units)
     max_bytes = _MAX_BYTES if budget is None else min(_MAX_BYTES, budget // 2)
-    if _MIN_ROWS * size > max_bytes:
+    if 8 * size > max_bytes:
         return None, 0
     for batch in sample:
         with torch.enable_grad():
-            parts.append(tracer.run(batch, device=device))
+            parts.append(tracer.run(batch, device=device_of(tracer.model)))
         rows += len(parts[-1].measured.losses)
-        if rows >= _MAX_ROWS or (rows + 4) * size > max_bytes:
+        if rows >= 16 or (rows + 4) * size > max_bytes:
             break
-    if rows < _MIN_ROWS:
+    if rows < 8:
         return None, rows
     full = torch.zeros(rows, rows, dtype=torch.float64)
     for unit in tracer.units:

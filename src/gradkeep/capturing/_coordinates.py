@@ -14,7 +14,6 @@ import torch
 import xxhash
 
 import gradkeep.store as gs
-from gradkeep._budgets import format_bytes
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._choice import (
     block_sizes,
@@ -22,13 +21,14 @@ from gradkeep.capturing._choice import (
     default_layers,
     find_leading_layers,
     measure_agreement,
+    measure_moments,
     moment_bytes,
     random_coordinates,
 )
 from gradkeep.capturing._first_batch import rows_within
 from gradkeep.capturing._loader import without_columns
-from gradkeep.capturing._moments import measure_moments
-from gradkeep.capturing._rows import RowMaker, measured_values, run_tracer, traced_fingerprints
+from gradkeep.capturing._readiness import device_of
+from gradkeep.capturing._rows import RowMaker, measured_values
 from gradkeep.capturing._storage import arrays_of
 from gradkeep.capturing._tracer import Reducer
 from gradkeep.capturing.rules._layers import LayerGradients
@@ -43,16 +43,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._first_batch import Keep, PreparedCapture
+    from gradkeep.capturing._first_batch import CaptureSettings, Keep, PreparedCapture
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._rows import Values
     from gradkeep.capturing._storage import LayerStorage
-    from gradkeep.capturing._tracer import Traced, Tracer
+    from gradkeep.capturing._tracer import Traced
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._bits import BitWidth
     from gradkeep.factors._form import GradientRows
-    from gradkeep.remat import MemoryBudget
     from gradkeep.store import BasisKey, Encoding, Store
 
 _FORMAT = 1
@@ -63,6 +62,8 @@ _PARTS = {
     "chosen": "chosen",
 }
 """Array names in the store, and the fields of `BlockProjection`."""
+_FACTS = ("settings", "weights", "task", "rows", "group", "agreement", "compared")
+"""Fields of `CaptureBasis` that are stored beside its arrays."""
 _BLOCKS = "blocks of "
 
 
@@ -172,13 +173,7 @@ def save_basis(store: Store, key: BasisKey, basis: CaptureBasis) -> None:
         fingerprints={
             "format": _FORMAT,
             "basis": basis.fingerprint,
-            "settings": basis.settings,
-            "weights": basis.weights,
-            "task": basis.task,
-            "rows": basis.rows,
-            "group": basis.group,
-            "agreement": basis.agreement,
-            "compared": basis.compared,
+            **{name: getattr(basis, name) for name in _FACTS},
             **{f"{_BLOCKS}{name}": len(layer.blocks) for name, layer in basis.layers.items()},
         },
     )
@@ -199,11 +194,9 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
     facts: Any = block.schema.fingerprints
     if facts.get("format") != _FORMAT:
         raise CaptureError(
-            "the basis has an unknown format",
+            f"the basis has an unknown format, {facts.get('format')}",
             code="capture.basis_format",
             path=block.path,
-            found=facts.get("format"),
-            expected=_FORMAT,
             fix="Open it with a later version of gradkeep.",
         )
     row = block.read_rows(np.zeros(1, np.int64), list(block.names))
@@ -219,67 +212,47 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
             name = fact.removeprefix(_BLOCKS)
             blocks = tuple(projection(f"{name}.{at}") for at in range(int(count or 0)))
             layers[name] = LayerProjection(blocks)
-    return CaptureBasis(
-        layers=layers,
-        settings=str(facts.get("settings")),
-        weights=str(facts.get("weights")),
-        task=str(facts.get("task")),
-        rows=int(facts.get("rows") or 0),
-        group=int(facts.get("group") or 0),
-        agreement=facts.get("agreement"),
-        compared=int(facts.get("compared") or 0),
-        fingerprint=str(facts.get("basis")),
-    )
+    known = {name: facts[name] for name in _FACTS if name in facts}
+    return CaptureBasis(layers, fingerprint=str(facts.get("basis")), **known)
 
 
 def find_basis(
     store: Store,
     key: BasisKey,
-    keep: Keep | None,
+    settings: CaptureSettings,
     prepared: PreparedCapture,
     batches: Batches,
-    device: torch.device,
-    *,
     weights: str,
-    all_layers: bool,
+    *,
     budget: int | None = None,
     footprint: int = 0,
 ) -> CaptureBasis:
     """Load the basis of these captures from the store, or compute and save a new one.
 
-    A new one takes a forward and backward pass over a sample of rows, and a few more. Without `keep` any
-    stored basis is accepted. `all_layers` is True if the user chose the layers. `footprint` is the bytes
-    of each sample that runs, for a `budget` in bytes.
+    A new one takes a forward and backward pass over a sample of rows, and a few more. Without a number of
+    bytes any stored basis is accepted. `weights` is their fingerprint; `footprint` is the bytes of each
+    sample that runs, for a `budget` in bytes.
     """
     path, task = store.backend.describe(key.folder), prepared.tracer.task
+    keep, device = settings.compressed, device_of(prepared.tracer.model)
     basis = load_basis(store, key)
     if basis is not None:
-        if keep is not None and basis.settings != keep.describe():
+        is_own = keep is None or keep.basis is None
+        checks = {
+            "keep": keep is None or basis.settings == keep.describe(),
+            "weights": basis.weights == weights or not is_own,
+            "task": basis.task in (task.describe(), task.trained_as()),
+            "layers": _has_layers(basis, prepared),
+        }
+        other = next((name for name, is_same in checks.items() if not is_same), None)
+        if other is not None:
             raise CaptureError(
-                f"captures called {key.capture!r} have other settings at this checkpoint",
-                code="capture.other_keep",
+                f"the basis of captures called {key.capture!r} has other {other} at this checkpoint",
+                code="capture.other_keep" if other == "keep" else f"capture.basis_{other}",
                 path=path,
-                found=re.sub(r"[{}\"]", "", basis.settings),
-                expected=re.sub(r"[{}\"]", "", keep.describe()),
-                fix="Pass the same keep=, or another name=.",
+                found=re.sub(r"[{}\"]", "", f"{basis.settings}, {basis.task}"),
+                fix="Pass the same model, task and keep=, or another name=.",
             )
-        if basis.weights != weights and (keep is None or keep.basis is None):
-            raise CaptureError(
-                "the basis of this checkpoint was computed with other weights",
-                code="capture.basis_weights",
-                path=path,
-                fix="Use another name for the checkpoint, or load the weights that it had.",
-            )
-        if basis.task not in (task.describe(), task.trained_as()):
-            raise CaptureError(
-                "the basis was computed with another task",
-                code="capture.basis_task",
-                path=path,
-                found=basis.task,
-                expected=task.describe(),
-                fix="Pass another name=.",
-            )
-        _check_layers(basis, prepared, path)
         return basis
     if keep is None or keep.basis is not None:
         raise CaptureError(
@@ -291,7 +264,7 @@ def find_basis(
     positions = max((layer.positions for layer in prepared.layers), default=1.0)
     rows = keep.sample(positions, batches.num_rows)
     tracer, every = prepared.tracer, list(prepared.tracer.units)
-    if not all_layers:
+    if settings.layers is None:
         tracer = dataclasses.replace(tracer, units=default_layers(every, keep))
     held = int(moment_bytes(prepared.pieces[unit].form for unit in tracer.units))
     most = rows if budget is None else rows_within(budget, footprint, beside=held)
@@ -301,16 +274,14 @@ def find_basis(
         layers = find_leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
         sample = sample_batches(batches, rows, most)
-        agreement, compared = measure_agreement(
-            tracer, sample, layers, chosen, keep, device, budget=budget
-        )
+        agreement, compared = measure_agreement(tracer, sample, layers, chosen, keep, budget)
     else:
         chosen = random_coordinates(moments.forms, keep)
     if not chosen.layers:
         raise CaptureError(
-            f"{format_bytes(keep.row_bytes)} are too few for one coordinate of any layer",
+            f"{keep.row_bytes} bytes are too few for a coordinate",
             code="capture.too_few_bytes",
-            fix="Keep more bytes, or choose fewer layers with layers=.",
+            fix="Keep more.",
         )
     basis = CaptureBasis(
         layers={unit.name: projection for unit, projection in chosen.layers.items()},
@@ -326,20 +297,16 @@ def find_basis(
     return basis
 
 
-def _check_layers(basis: CaptureBasis, prepared: PreparedCapture, path: str) -> None:
+def _has_layers(basis: CaptureBasis, prepared: PreparedCapture) -> bool:
+    """Return True if the model has all layers of the basis, in these shapes."""
     sizes = {unit.name: block_sizes([p.form]) for unit, p in prepared.pieces.items()}
-    for name, layer in basis.layers.items():
-        own = sizes.get(name, [])
-        for at, block in enumerate(layer.blocks):
-            sides = block and (*block.row_vectors.shape[:2], block.col_vectors.shape[1])
-            if sides is not None and own[at : at + 1] != [sides]:
-                raise CaptureError(
-                    f"the basis does not fit layer {name} of this model",
-                    code="capture.basis_layers",
-                    path=path,
-                    fix="Capture the model that the basis was computed with, or pass "
-                    "another name=.",
-                )
+    return all(
+        sizes.get(name, [])[at : at + 1]
+        == [(*block.row_vectors.shape[:2], block.col_vectors.shape[1])]
+        for name, layer in basis.layers.items()
+        for at, block in enumerate(layer.blocks)
+        if block is not None
+    )
 
 
 SCALE = "gradient.scale"
@@ -357,17 +324,8 @@ CODES: dict[BitWidth, Encoding] = {
 class CoordinateMaker(RowMaker):
     """Compute rows of coordinates in a basis, some bits each."""
 
-    tracer: Tracer
-    """Traces the units that the basis has coordinates of."""
     basis: CaptureBasis
     bits: BitWidth
-    recompute: MemoryBudget | None
-    left_out: tuple[str, ...]
-
-    @property
-    def joined(self) -> int:
-        """Return 1: rows take long to recompute after an interruption."""
-        return 1
 
     def project(self, unit: LayerUnit, dense: Tensor) -> Tensor:
         """Project a unit's dense gradients `[K, P]`, for an audit."""
@@ -385,12 +343,12 @@ class CoordinateMaker(RowMaker):
         values = projection.applied(piece.form, piece.rows.widened(), blocks).float()
         return LayerGradients(Dense(piece.form.parameters, "", values.shape[1]), DenseRows(values))
 
-    def _pass(self, batch: Any, *, alone: bool) -> Traced:
-        units = self.tracer.units
-        light = frozenset(m for u in units if u.rule not in DENSE_RULES for m in u.modules)
-        recompute = None if alone else self.recompute
-        reducer = Reducer(units, self._coordinates)
-        return run_tracer(self.tracer, batch, reducer, self.device, recompute, light)
+    def _reducer(self, *, alone: bool) -> Reducer:
+        return Reducer(self.tracer.units, self._coordinates)
+
+    def _light(self) -> frozenset[nn.Module]:
+        units = [unit for unit in self.tracer.units if unit.rule not in DENSE_RULES]
+        return frozenset(module for unit in units for module in unit.modules)
 
     def _values(self, measured: Measured) -> Values:
         values = measured_values(measured)
@@ -420,7 +378,7 @@ class CoordinateMaker(RowMaker):
 
     def fingerprints(self, values: Values) -> dict[str, str]:
         """Return facts that identify the gradients and their basis."""
-        facts = traced_fingerprints(self.tracer, values, self.left_out)
+        facts = RowMaker.fingerprints(self, values)
         return facts | {"basis": self.basis.fingerprint, "kept": self.basis.summary(self.bits)}
 
     def notes(self) -> list[str]:
@@ -439,10 +397,10 @@ class CoordinateMaker(RowMaker):
     def facts(self) -> list[str]:
         """Describe what is stored, and which layers are not."""
         facts = [f"kept {self.basis.summary(self.bits)}"]
-        if self.left_out:
-            some = ", ".join(self.left_out[:4]) + (" ..." if len(self.left_out) > 4 else "")
+        if self.skipped:
+            some = ", ".join(self.skipped[:4]) + (" ..." if len(self.skipped) > 4 else "")
             facts.append(
-                f"{len(self.left_out)} layers have no coordinate among the kept ones ({some}); "
+                f"{len(self.skipped)} layers have no coordinate among the kept ones ({some}); "
                 "layers= chooses layers, and more bytes keep more of them"
             )
         return facts
@@ -485,12 +443,12 @@ def coordinate_maker(
     prepared: PreparedCapture,
     basis: CaptureBasis,
     keep: Keep | None,
-    watched: dict[str, nn.Module],
-    *,
-    recompute: MemoryBudget | None,
-    device: torch.device,
+    common: Mapping[str, Any],
 ) -> CoordinateMaker:
-    """Build the maker of rows in a basis; without `keep` coordinates are not rounded."""
+    """Build the maker of rows in a basis; without `keep` coordinates are not rounded.
+
+    `common` holds the fields that every maker has.
+    """
     bits: BitWidth = 32 if keep is None else keep.bits
     tracer = prepared.tracer
     exact = {layer.unit: layer for layer in prepared.layers}
@@ -511,11 +469,9 @@ def coordinate_maker(
         tracer=dataclasses.replace(tracer, units=units),
         basis=basis,
         bits=bits,
-        watched=watched,
-        recompute=recompute,
-        device=device,
         layers=layers,
-        left_out=tuple(unit.name for unit in tracer.units if unit.name not in basis.layers),
+        **common,
+        skipped=tuple(unit.name for unit in tracer.units if unit not in units),
     )
 
 

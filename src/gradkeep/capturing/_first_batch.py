@@ -14,9 +14,15 @@ import torch
 from gradkeep._arguments import check_fields, count, instance, number, one_of, optional, text
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs, Uncovered, choose_rules
-from gradkeep.capturing._storage import NO_ADJUSTMENTS, Adjustments, choose_storage, parse_storage
-from gradkeep.capturing._tracer import Tracer, no_gradients
+from gradkeep.capturing._proofs import RuleProofs, Uncovered, choose_rules
+from gradkeep.capturing._storage import (
+    NO_ADJUSTMENTS,
+    Adjustments,
+    choose_storage,
+    no_gradients,
+    parse_storage,
+)
+from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
@@ -27,6 +33,7 @@ from gradkeep.store import Encoding
 if TYPE_CHECKING:
     from torch import nn
 
+    from gradkeep.capturing._resume import EarlierRun
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
@@ -44,7 +51,6 @@ OVERHEAD = 80
 """Bytes of a row beside its coordinates: id, fingerprint, loss, norm, scale, and its share of
 headers and checksums in a file of a few hundred rows."""
 LEAST = 192
-_ROWS, _MOST_ROWS, _POSITIONS = 64, 2048, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,6 @@ class Keep:
                 raise CaptureError(
                     "only whitened coordinates of one bit can share a byte",
                     code="capture.group_needs_bits",
-                    found=f"group={self.group}, bits={self.bits}, coordinates={self.coordinates!r}",
                     fix="Pass group=0, or leave out bits and coordinates.",
                 )
         number("damping", self.damping, error=CaptureError, least=1e-12, most=1e12)
@@ -113,13 +118,9 @@ class Keep:
             object.__setattr__(self, "group", MOST_IN_GROUP if grouped else 0)
         if self.row_bytes < LEAST:
             raise CaptureError(
-                "too few bytes to store a row",
+                f"too few bytes to store a row: keep={format_bytes(self.row_bytes)}",
                 code="capture.too_few_bytes_per_row",
-                found=f"keep={format_bytes(self.row_bytes)}",
-                expected=(
-                    f"at least {format_bytes(LEAST)}: id, fingerprint, loss and scale take "
-                    f"{OVERHEAD} B"
-                ),
+                expected=f"at least {format_bytes(LEAST)}; {OVERHEAD} B of them for id, loss and scale",
                 fix="Pass keep='1KiB' or more; keep='losses' stores no gradients.",
             )
 
@@ -161,11 +162,11 @@ class Keep:
             >>> [Keep("4KiB").sample(512, rows) for rows in (20, 64, 100, 1000)]
             [20, 32, 50, 64]
         """
-        enough = math.ceil(_POSITIONS / max(1.0, positions))
-        target = min(_MOST_ROWS, max(_ROWS, enough)) if self.rows is None else self.rows
+        enough = math.ceil(4096 / max(1.0, positions))  # rows with 4,096 positions together
+        target = min(2048, max(64, enough)) if self.rows is None else self.rows
         if available is None:
             return target
-        return min(target, max(available // 2, min(available, max(_ROWS // 2, enough))))
+        return min(target, max(available // 2, min(available, max(32, enough))))
 
     @property
     def whitened(self) -> bool:
@@ -195,10 +196,8 @@ def _bytes(value: int | str) -> int:
         return parse_bytes(value)
     except BudgetError as error:
         raise CaptureError(
-            "keep must be a number of bytes per row",
+            f"keep must be a number of bytes per row, such as '4KiB', not {value!r}",
             code="capture.keep_not_bytes",
-            found=repr(value),
-            expected="a size such as '4KiB'",
         ) from error
 
 
@@ -232,9 +231,7 @@ class CaptureSettings:
             raise CaptureError(
                 "encoding and tolerance cannot be combined with a number of bytes per row",
                 code="capture.keep_with_encoding",
-                found=f"encoding={self.encoding!r}, tolerance={self.tolerance}",
-                fix="Leave them out; gk.Keep('4KiB', bits=8) stores fewer coordinates "
-                "with more bits.",
+                fix="Leave them out; gk.Keep('4KiB', bits=8) stores fewer coordinates with more bits.",
             )
         choice = self.layers
         several = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else ()
@@ -292,16 +289,14 @@ def prepare_capture(
     batch: Any,
     settings: CaptureSettings,
     *,
-    as_before: Mapping[str, Storage] | None = None,
-    placed: bool = True,
+    earlier: EarlierRun | None = None,
     adjustments: Adjustments = NO_ADJUSTMENTS,
-    proof_rows: int = PROOF_ROWS,
+    proof_rows: int = 16,
 ) -> PreparedCapture:
     """Choose and prove how each selected layer is captured, and choose its storage.
 
-    `as_before` is the storage of layers in an earlier run of the same capture; `placed` is True if layers
-    store which tokens their positions are; `adjustments` is what later batches need; `proof_rows` is the
-    number of their rows that are proved.
+    A resumed capture stores what the `earlier` run did; `adjustments` is what later batches need; `proof_rows`
+    is the number of their rows that are proved.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
@@ -331,14 +326,15 @@ def prepare_capture(
         reached=chosen.reached,
         proofs=proofs,
     )
-    requested = requested_storages(tracer.units, settings.keep, as_before or {})
+    as_before = {} if earlier is None else earlier.storages
+    requested = requested_storages(tracer.units, settings.keep, as_before)
     requested |= {unit: "dense" for unit in pieces if unit.name in adjustments.dense}
     layers = choose_storage(
         pieces,
         encoding=settings.encoding,
         requested=requested,
         tolerance=settings.tolerance,
-        tokens=chosen.tokens if placed else None,
+        tokens=chosen.tokens if earlier is None or earlier.placed else None,
     )
     return PreparedCapture(tracer, tuple(layers), chosen.skipped, pieces)
 
@@ -385,15 +381,13 @@ def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     return int((2 * saved + 2 * factors + 2 * stored) / max(1, rows)) + 1
 
 
-def coordinate_footprint(prepared: PreparedCapture, coordinates: int, batch: Any, rows: int) -> int:
+def coordinate_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     """Return the peak bytes of one sample of compressed captures, whose factors are freed at once.
 
-    Counts what autograd saves, gradients of its largest tensor, and the coordinates by layer, together
-    and once more while they are rounded.
+    Counts what autograd saves, and gradients of its largest tensor.
     """
     saved = _saved(prepared, batch)
-    passing = sum(saved) + 3 * max(saved, default=0)
-    return passing // max(1, rows) + 3 * 4 * coordinates + 1
+    return (sum(saved) + 3 * max(saved, default=0)) // max(1, rows) + 1
 
 
 def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
@@ -420,9 +414,8 @@ def rows_within(budget: int, footprint: int, *, beside: int = 0) -> int:
     if rows < 1:
         least = (footprint + beside) * _SEGMENT_SHARE // (_SEGMENT_SHARE - 1) + 1
         raise BudgetError(
-            "the memory budget is too small for one sample",
+            f"the memory budget of {format_bytes(budget)} is too small for one sample",
             code="budget.below_one_sample",
-            found=format_bytes(budget),
             expected=f"at least {format_bytes(least)}",
             fix=f"Pass memory_budget={least} or more, or fewer layers.",
         )

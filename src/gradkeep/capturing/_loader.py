@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gradkeep._arguments import count, instance, text, texts, whole_numbers, writable
 from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._sequences import SequenceChecks, Unpacking
     from gradkeep.capturing.tasks._tasks import Task
+
+    IdArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 Columns = Sequence[str] | Mapping[str, Any]
@@ -86,8 +88,7 @@ class ColumnChoice:
                 raise CaptureError(
                     f"the batch has no column {key!r}; it must be a dict with lists or tensors",
                     code="capture.missing_column",
-                    fix="Let the collate function pass it on, or give all values in the "
-                    f"loader's order: columns={{{name!r}: dataset[{key!r}]}}.",
+                    fix=f"Let the collate function pass it on, or pass columns={{{name!r}: dataset[{key!r}]}}.",
                 )
             columns[name] = batch[key]
         if isinstance(batch, Mapping):
@@ -147,8 +148,7 @@ def column_array(name: str, column: Any) -> np.ndarray[Any, Any] | Ragged:
     raise CaptureError(
         f"column {name!r} must hold a text in UTF-8 or a number for each row",
         code="capture.bad_column",
-        fix="Fill missing values, and turn lists and dicts into texts, for instance "
-        "with json.dumps.",
+        fix="Fill missing values, and turn lists and dicts into texts with json.dumps.",
     )
 
 
@@ -157,7 +157,6 @@ def _check_length(name: str, values: Any, rows: int) -> None:
         raise CaptureError(
             f"column {name!r} must have a value for each of {rows} rows",
             code="capture.column_length",
-            found=f"{len(values)} values" if hasattr(values, "__len__") else type(values).__name__,
             fix="Give them in the loader's order; for packed batches, one per document.",
         )
 
@@ -180,7 +179,7 @@ class Batches:
     loader: Iterable[Any]
     ids: str | int | Callable[[Any], Any] | None
     """Key, index or function of the ids in a batch; None if they are not in it."""
-    listed: np.ndarray[Any, np.dtype[np.int64]] | None
+    listed: IdArray | None
     """Ids of all samples in order, if the user passed them."""
     num_rows: int | None
     """Number of samples, if the loader knows it."""
@@ -194,7 +193,7 @@ class Batches:
     """Rejects rows that the model cannot read."""
     columns: ColumnChoice
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
+    def __iter__(self) -> Iterator[tuple[IdArray, Any]]:
         """Iterate over ids and batches, comparing each pass with the first one."""
         at = 0
         delivered = iter_batches(self.loader) if self.order is None else self.order.iter_checked()
@@ -203,27 +202,21 @@ class Batches:
             at += len(own)
         self.columns.check_all_used(at)
 
-    def between(
-        self, start: int, stop: int
-    ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int64]], Any]]:
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, IdArray, Any]]:
         """Yield the place, ids and contents of every batch with a row from `start` to `stop`.
 
         The batches are those of a whole pass. Earlier ones are not read if the loader allows it.
         """
-        at, delivered = (
-            batches_within(self.loader, start, stop)
-            if self.unpacking is None
-            else (0, iter_batches(self.loader))
-        )
+        at, delivered = 0, iter_batches(self.loader)
+        if self.unpacking is None:
+            at, delivered = batches_within(self.loader, start, stop)
         for place, own, part in self._rows(delivered, at):
             if place >= stop:
                 return
             if place + len(own) > start:
                 yield place, own, part
 
-    def _rows(
-        self, delivered: Iterable[Any], at: int
-    ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int64]], Any]]:
+    def _rows(self, delivered: Iterable[Any], at: int) -> Iterator[tuple[int, IdArray, Any]]:
         """Yield place, ids and contents of batches whose first sample is `at`."""
         for item in delivered:
             batch, ids = _split_ids(item, self.ids)
@@ -236,14 +229,7 @@ class Batches:
                 own = self.listed[at : at + count]
             else:
                 own = np.arange(at, at + count)
-            if len(own) != count:
-                raise CaptureError(
-                    "the number of ids differs from the number of samples",
-                    code="capture.id_count",
-                    found=f"{len(own)} ids for {count} samples",
-                    fix="Pass ids=, one for each sample of the loader, in its order; "
-                    "for packed batches, one per document.",
-                )
+            _check_id_count(len(own), count)
             start = 0
             for part, size in zip(parts, sizes, strict=True):
                 self.checks.check(own[start : start + size], part)
@@ -251,6 +237,15 @@ class Batches:
                 yield at + start, own[start : start + size], part
                 start += size
             at += count
+
+
+def _check_id_count(ids: int, rows: int) -> None:
+    if ids != rows:
+        raise CaptureError(
+            f"{ids} ids for {rows} samples",
+            code="capture.id_count",
+            fix="Pass ids=, one for each sample in order; for packed batches, one per document.",
+        )
 
 
 def parse_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -278,15 +273,12 @@ def task_batches(
     """
     unpacking, checks = unpacking_for(model, task, mode), sequence_checks(model, task)
     choice = parse_columns(columns, preview)
-    is_loader = isinstance(loader, Iterable) and not isinstance(
-        loader, str | bytes | Mapping | torch.Tensor
-    )
-    if not is_loader or isinstance(loader, Iterator):
-        once = ", which can be iterated only once" if is_loader else ""
+    others = (str, bytes, Mapping, torch.Tensor, Iterator)
+    if not isinstance(loader, Iterable) or isinstance(loader, others):
         raise CaptureError(
-            f"loader must be an iterable of batches, got {type(loader).__name__}{once}",
+            f"loader must be an iterable of batches, not {type(loader).__name__}",
             code="capture.not_a_loader",
-            fix="Pass the DataLoader itself, or a list of batches.",
+            fix="Pass the DataLoader itself, or a list: an iterator can be read only once.",
         )
     is_inside = ids is None or isinstance(ids, str) or type(ids) is int or callable(ids)
     inside: Any = ids if is_inside else None
@@ -300,19 +292,13 @@ def task_batches(
     elif unpacking is not None and may_pack(first):
         rows = None  # unknown without reading the data set
     if listed is not None:
-        if rows is not None and len(listed) != rows:
-            raise CaptureError(
-                "the number of ids differs from the number of samples",
-                code="capture.id_count",
-                found=f"{len(listed)} ids for {rows} samples",
-                fix="Pass one id for each sample of the loader.",
-            )
+        _check_id_count(len(listed), len(listed) if rows is None else rows)
         rows = len(listed)
     if first is None:
         raise CaptureError(
             "the loader has no batch with a sample",
             code="capture.empty_loader",
-            fix="Check that the data set is not empty.",
+            fix="Check the data set.",
         )
     whole, own = _split_ids(first, inside)
     first = whole if unpacking is None else unpacking.parts(whole)[0]
@@ -324,9 +310,8 @@ def task_batches(
         first = unpacking.parts(whole)[0]
     if choice.by_order and inside is not None:
         raise CaptureError(
-            "columns in the loader's order cannot be combined with ids from the batches",
+            f"{', '.join(choice.by_order)} in the loader's order, but ids from the batches",
             code="capture.columns_by_order",
-            found=", ".join(choice.by_order),
             fix="Have the collate function pass them on, and name them: columns=['text'].",
         )
     first = choice.split(first, at=0, rows=batch_size(first))
@@ -356,9 +341,8 @@ def _check_nothing_dropped(loader: Iterable[Any]) -> None:
         return
     if getattr(sampler, "drop_last", False) and rows % (size or 1):
         raise CaptureError(
-            "the loader drops its last samples",
+            f"the loader drops its last samples of {rows}",
             code="capture.drops_samples",
-            found=f"drop_last=True with {rows} samples in batches of {size}",
             fix="Use drop_last=False.",
         )
 
@@ -375,8 +359,7 @@ def _split_ids(batch: Any, ids: Any) -> tuple[Any, Any]:
         raise CaptureError(
             f"the batch has no ids at {ids!r}",
             code="capture.no_ids",
-            found=type(batch).__name__,
-            fix="Pass ids= as the key or index of the ids in a batch.",
+            fix="Pass ids= as their key or index.",
         ) from error
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key != ids}, values
@@ -386,20 +369,16 @@ def _split_ids(batch: Any, ids: Any) -> tuple[Any, Any]:
 
 def as_loader(loader: Any, batch_size: int | None) -> Any:
     """Return the loader; wrap a map-style data set in a `DataLoader` of `batch_size`."""
-    is_dataset = isinstance(loader, torch.utils.data.Dataset) and not isinstance(
-        loader, torch.utils.data.IterableDataset
-    )
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if batch_size is None and not is_dataset:
         return loader
-    size = (
-        64 if batch_size is None else count("batch_size", batch_size, error=CaptureError, least=1)
-    )
+    size = 64 if batch_size is None else batch_size
+    count("batch_size", size, error=CaptureError, least=1)
     indexed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
-    if not indexed or isinstance(loader, torch.utils.data.DataLoader):
+    if not indexed or isinstance(loader, DataLoader):
         raise CaptureError(
-            "batch_size is for data sets",
+            f"batch_size is for data sets, not for {type(loader).__name__}",
             code="capture.batch_size_of_loader",
-            found=type(loader).__name__,
             fix="Leave out batch_size=, or pass a map-style data set instead of a loader.",
         )
-    return torch.utils.data.DataLoader(loader, batch_size=size)
+    return DataLoader(loader, batch_size=size)

@@ -3,61 +3,214 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _arguments
 from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import TextDisplay, text_table
-from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
-from gradkeep.capturing._cost import (
-    CaptureCost,
-    MeasuredRows,
-    coordinate_cost,
-    exact_cost,
-    measure_pace,
-    measure_rows,
-)
-from gradkeep.capturing._first_batch import CaptureSettings, Keep, prepare_capture, rows_at_once
+from gradkeep.capturing._batches import batch_size, leaves
+from gradkeep.capturing._cost import CaptureCost, coordinate_cost, exact_cost, probe_capture
+from gradkeep.capturing._first_batch import CaptureSettings, Keep, rows_at_once
 from gradkeep.capturing._loader import without_columns
-from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
+from gradkeep.capturing._readiness import device_of, uncompiled
 from gradkeep.capturing._report import LayerReport, report_layer
-from gradkeep.capturing._rows import GradientMaker
-from gradkeep.capturing._scale_plan import (
-    S3,
-    PlaceName,
-    ScalePlan,
-    WorkerCosts,
-    measure_folder,
-    measure_start,
-    scale_plan,
-)
 from gradkeep.capturing._sequences import unpacking_for
-from gradkeep.capturing._shapes import measure_shapes, plan_shapes
-from gradkeep.errors import BudgetError, CaptureError, GradkeepError
+from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
 from gradkeep.query._planner import ProductSize, choose_compute
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from gradkeep.capturing._cost import ShapedCapture
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._readiness import Mode
-    from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Compute
     from gradkeep.query._gradients import LayerChoice
     from gradkeep.store import Encoding
 
-_QUICK_SECONDS = 0.5
-"""Seconds that proving the first rows may be predicted to take; above, only shapes are used."""
-_KEEP_SIZES = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
-"""Bytes per row to suggest if whole gradients do not fit."""
+PlaceName = Literal["local", "s3"]
+_PROBE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceCosts:
+    """Seconds per request to a storage location, and its rate."""
+
+    name: str
+    put_seconds: float
+    """Seconds until a small value is durable."""
+    get_seconds: float
+    bytes_per_second: float
+    """Rate of one connection, or of the disk."""
+    measured: bool = False
+
+    def __str__(self) -> str:
+        how = "measured here" if self.measured else "assumed"
+        return (
+            f"{self.name}: put {1e3 * self.put_seconds:.3g} ms, get {1e3 * self.get_seconds:.3g} ms, "
+            f"{self.bytes_per_second / 1e6:.3g} MB/s ({how})"
+        )
+
+
+S3 = PlaceCosts("s3", put_seconds=0.03, get_seconds=0.02, bytes_per_second=80e6)
+"""Typical costs of one connection from the same region; not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCosts:
+    """Seconds and bytes of a worker's part of a capture."""
+
+    start_seconds: float
+    """Seconds of imports and loading the model."""
+    first_seconds: float
+    """Seconds of the proof on the first batch, and of a basis."""
+    row_seconds: float
+    row_bytes: float
+    rows_per_segment: int
+    check_seconds: float
+    """Seconds per row when the capture is sealed: loading and fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlan:
+    """Predicted cost of a capture by several workers; printing it lists its assumptions.
+
+    Attributes:
+        rows: Number of rows.
+        workers: Number of workers.
+        segments: Number of segments in the store.
+        bytes: Bytes in the store.
+        requests: Requests to the store.
+        worker_seconds: Seconds until the last worker is done.
+        seconds: Seconds until the capture is sealed.
+        worker_memory: Bytes of memory per worker beside the model.
+        place: Costs of the storage location.
+        costs: Costs of a worker.
+    """
+
+    rows: int
+    workers: int
+    segments: int
+    bytes: float
+    requests: int
+    worker_seconds: float
+    seconds: float
+    worker_memory: int
+    place: PlaceCosts
+    costs: WorkerCosts
+
+    @property
+    def hours(self) -> float:
+        """Hours from the start of the first worker to the sealed capture."""
+        return self.seconds / 3600
+
+    def __str__(self) -> str:
+        costs = self.costs
+        return (
+            f"{self.rows:,} rows by {self.workers:,} workers: {format_bytes(self.bytes)} in "
+            f"{self.segments:,} segments, {self.requests:,} requests, {_duration(self.seconds)}, "
+            f"{format_bytes(self.worker_memory)} of memory for each worker beside the model\n"
+            f"workers finish after {_duration(self.worker_seconds)}; one process then compares and "
+            f"seals for {_duration(self.seconds - self.worker_seconds)}\n"
+            f"assumed: a row {_duration(costs.row_seconds)} on one worker's device as fast as this "
+            f"one, {_duration(costs.check_seconds)} to load and compare, a start "
+            f"{_duration(costs.start_seconds)}; {self.place}; rows are shared out evenly, a segment "
+            "is put while the next is made, and no worker is lost"
+        )
+
+
+def scale_plan(
+    costs: WorkerCosts, *, rows: int, workers: int, place: PlaceCosts, memory: int
+) -> ScalePlan:
+    """Predict in closed form: work shared evenly after the start, then one process compares and seals.
+
+    With w workers that start after s seconds, and this process as one of them if the place is local, work
+    of W seconds ends after min(W, (W + (w - 1) s) / w).
+
+    >>> free = PlaceCosts("free", 0.0, 0.0, math.inf)
+    >>> costs = WorkerCosts(1.0, 0.0, 0.01, 100.0, 100, 0.0)
+    >>> scale_plan(costs, rows=3200, workers=2, place=free, memory=0).seconds
+    17.0
+    """
+    segments = math.ceil(rows / costs.rows_per_segment)
+    ranges = math.ceil(segments / max(1, segments // (16 * workers)))
+    present = min(workers, ranges)
+    compute_seconds = costs.row_seconds * rows / segments
+    put_seconds = place.put_seconds + costs.row_bytes * rows / segments / place.bytes_per_second
+    # Computing and writing overlap: the slower one sets the pace, and the last segment is written at the end.
+    lease_seconds = 2 * place.get_seconds + 2 * place.put_seconds
+    work = segments * max(compute_seconds, put_seconds) + ranges * (
+        min(compute_seconds, put_seconds) + lease_seconds
+    )
+    start = costs.start_seconds
+    if place.measured or ranges < 2:
+        spent = min(work, (work + (present - 1) * start) / present)
+    else:
+        spent = start + work / present
+    done = costs.first_seconds + spent
+    reads = 2 * segments  # the header and the row fingerprints of each segment
+    sealing = rows * costs.check_seconds + reads * place.get_seconds + place.put_seconds
+    return ScalePlan(
+        rows=rows,
+        workers=workers,
+        segments=segments,
+        bytes=rows * costs.row_bytes,
+        # Per range: list free ranges, lease, result, progress.
+        requests=segments + reads + 4 * ranges + 2,
+        worker_seconds=done,
+        seconds=done + sealing,
+        worker_memory=memory,
+        place=place,
+        costs=costs,
+    )
+
+
+def measure_folder(folder: str) -> PlaceCosts:
+    """Time durable writes in a local folder; the files are removed."""
+    seconds = []
+    for size in (100, _PROBE_BYTES):
+        content, times = os.urandom(size), []
+        for turn in range(5):
+            path = os.path.join(folder, f"probe-{size}-{turn}")
+            began = time.perf_counter()
+            with open(path, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            times.append(time.perf_counter() - began)
+            os.unlink(path)
+        seconds.append(sorted(times)[2])
+    rate = _PROBE_BYTES / max(seconds[1] - seconds[0], 1e-6)
+    return PlaceCosts("this disk", seconds[0], 1e-5, rate, measured=True)
+
+
+def measure_start(workers: int) -> float:
+    """Time the imports of other processes, as many at once as there are workers and cores."""
+    together = max(1, min(workers, os.cpu_count() or 1))
+    command = [sys.executable, "-c", "import torch, gradkeep.capturing._capture"]
+    began = time.perf_counter()
+    for one in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(together)]:
+        one.wait()
+    return time.perf_counter() - began
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,11 +430,11 @@ def plan(
     batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
     settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
     planner = _Planner(
-        *_measure(model, task, batch, settings, mode, hollow=hollow),
+        probe_capture(model, task, batch, settings, mode, hollow=hollow),
         rows=rows,
         queries=queries,
         batch=batch_size(batch),
-        chosen=layers is not None,
+        all_layers=layers is not None,
         compute=compute,
         memory=None if memory_budget is None else parse_bytes(memory_budget),
         disk=shutil.disk_usage(os.curdir).free if disk_budget is None else parse_bytes(disk_budget),
@@ -296,74 +449,15 @@ def plan(
     return dataclasses.replace(result, advice=advice)
 
 
-def _measure(
-    model: nn.Module,
-    task: Task,
-    batch: Any,
-    settings: CaptureSettings,
-    mode: Mode | None,
-    *,
-    hollow: bool,
-) -> tuple[ShapedCapture, float, MeasuredRows | None]:
-    """Run the first samples if that is quick; else use shapes and time one short sample.
-
-    Returns the shapes, the pace of this machine, and the measured rows, if any.
-    """
-    if settings.compressed is not None:
-        settings = settings.exact
-    part = rows_of(batch, 0, min(batch_size(batch), 16))
-    shaped: ShapedCapture | None = None
-    try:
-        shaped = plan_shapes(model, task, part, settings, mode=mode)
-    except GradkeepError:
-        raise
-    except Exception as error:
-        # A model may branch on values, which fake tensors do not have.
-        if hollow:
-            raise CaptureError(
-                "the model does not run on shapes alone",
-                code="capture.needs_values",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
-                fix="Build the model and the batch with values, on the CPU.",
-            ) from error
-    if shaped is not None and hollow:
-        return shaped, 1.0, None
-    with ready(model), in_mode(model, mode):
-        if shaped is not None:
-            seconds = shaped.rows * shaped.work.seconds
-            held = shaped.rows * shaped.work.saved
-            held += sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
-            if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
-                pace = measure_pace(model, task, part, settings.of, shaped.work)
-                return shaped, pace, None
-        device = device_of(model)
-        own = to_device(part if shaped is not None else rows_of(part, 0, 2), device)
-        prepared = prepare_capture(model, task, own, settings)
-        shaped = measure_shapes(prepared, own) if shaped is None else shaped
-        shaped = dataclasses.replace(shaped, prepared=prepared)
-        pace = measure_pace(model, task, own, settings.of, shaped.work)
-        maker = GradientMaker(prepared=prepared, layers=prepared.layers, watched={}, device=device)
-        measured = measure_rows(maker, own)
-        # If it is quick, run as many rows at once as a capture does: batches have a fixed cost.
-        many = min(batch_size(batch), int(_QUICK_SECONDS / 4 / max(measured.seconds, 1e-6)), 256)
-        if many > batch_size(own):
-            own = to_device(rows_of(batch, 0, many), device)
-            several = [measure_rows(maker, own) for _ in range(3)]
-            measured = min(several, key=lambda one: one.seconds)
-        return shaped, pace, measured
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planner:
     """Plans for one model, batch and number of queries, by what is stored."""
 
     shaped: ShapedCapture
-    pace: float
-    measured: MeasuredRows | None
     rows: int
     queries: int
     batch: int
-    chosen: bool
+    all_layers: bool
     """True if the user chose the layers."""
     compute: str | None
     memory: int | None
@@ -372,23 +466,18 @@ class _Planner:
 
     def plan(self, keep: Keep | None) -> CapturePlan:
         """Plan for whole gradients, or for a number of bytes per row."""
-        rows, queries, shaped = self.rows, self.queries, self.shaped
+        rows, queries = self.rows, self.queries
         if keep is None:
-            cost = exact_cost(shaped, self.pace, measured=self.measured)
+            cost = exact_cost(self.shaped)
         else:
-            cost = coordinate_cost(shaped, keep, self.pace, rows=rows, chosen=self.chosen)
+            cost = coordinate_cost(self.shaped, keep, rows=rows, all_layers=self.all_layers)
         budget = DEFAULT_BUDGET if self.memory is None else self.memory
         segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
         answer = 4 * rows * queries
         too_much: list[str] = []
-        sizes: dict[str, Any] = {
-            "answer": answer,
-            "mapped": segment,
-            "query_row": cost.query_bytes,
-            "train_row": cost.row_bytes,
-            "queries": queries,
-            "rows": rows,
-        }
+        sizes: dict[str, Any] = {"answer": answer, "mapped": segment}
+        sizes |= {"query_row": cost.query_bytes, "train_row": cost.row_bytes}
+        sizes |= {"queries": queries, "rows": rows}
         disk, memory = cost.disk_bytes(rows, queries), self._capture_memory(cost)
         if disk > self.disk:
             too_much.append(
@@ -432,14 +521,10 @@ class _Planner:
         positions = layer.positions
         load = ProductSize(self.rows, self.queries, positions, positions, scratch)
         choice = choose_compute(layer.form, load, force=self.compute)
-        return PlannedLayer(
-            layer=report_layer(layer),
-            disk_bytes=layer.row_bytes * (self.rows + self.queries),
-            compute=choice.compute,
-            flops=choice.cost.flops,
-            seconds=choice.cost.seconds,
-            alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
-        )
+        alternatives = {how: cost.seconds for how, cost in choice.alternatives.items()}
+        size, cost = layer.row_bytes * (self.rows + self.queries), choice.cost
+        costs = (choice.compute, cost.flops, cost.seconds, alternatives)
+        return PlannedLayer(report_layer(layer), size, *costs)
 
     def _capture_memory(self, cost: CaptureCost) -> float:
         """Return the peak bytes of a capture; with a budget, of no more samples at once than fit."""
@@ -453,7 +538,7 @@ class _Planner:
 
     def suggest_keep(self, *, below: float) -> str:
         """Describe the most bytes per row that fit."""
-        for size in _KEEP_SIZES:
+        for size in ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB"):
             keep = Keep(size)
             candidate = self.plan(keep) if keep.row_bytes < below else None
             if candidate is not None and candidate.fits:

@@ -21,14 +21,17 @@ from torch.overrides import has_torch_function
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._storage import Adjustments, BatchMismatchError
 from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, is_reached
-from gradkeep.capturing.rules._any_module import whole_model_gradients
-from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
+from gradkeep.capturing.rules._layers import (
+    SAMPLE_AXES,
+    possible,
+    whole_model_gradients,
+)
 from gradkeep.capturing.rules._rules import (
     DENSE_RULES,
     LayerUnit,
     calls_by_module,
     calls_of,
-    find_called_parent,
+    find_called_module,
     unit_gradients,
     watched_modules,
 )
@@ -151,14 +154,8 @@ def choose_rules(
         measured, target, calls = tracer.forward(modules, batch)
     floating = {dtype for dtype in dtypes if dtype.is_floating_point} | {target.dtype}
     fill(calls, target, retain=True)
-    search = _RuleSearch(
-        tracer,
-        batch,
-        target,
-        calls_by_module(calls),
-        tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
-        single=single,
-    )
+    tolerance = max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating)
+    search = _RuleSearch(tracer, batch, target, calls_by_module(calls), tolerance, single)
     unused = backward_per_layer((target * search.weights).sum(), units, search.add_gradient)
     rules, last_resort = search.rules, search.try_dense()
     used = [unit for unit in units if unit in rules or unit in search.expected]
@@ -168,8 +165,7 @@ def choose_rules(
             "some parameters have no factor rule",
             code="capture.uncovered",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
-            fix="Pass uncovered='dense' to store their whole gradients, or 'skip' to "
-            "leave them out.",
+            fix="Pass uncovered='dense' to store their whole gradients, or 'skip' to leave them out.",
         )
     if dense and uncovered == "skip":
         for unit in dense:
@@ -193,25 +189,29 @@ def choose_rules(
     )
 
 
+@dataclass(slots=True, eq=False)
 class _RuleSearch:
     """Try candidate rules of each unit against autograd's gradient, on one batch."""
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        batch: Any,
-        target: Tensor,
-        calls: dict[nn.Module, list[LayerCall]],
-        *,
-        tolerance: float,
-        single: Collection[str],
-    ) -> None:
-        self.tracer, self.batch, self.target, self.calls = tracer, batch, target, calls
-        self.tolerance, self.single, self.rows = tolerance, single, batch_size(batch)
-        self.weights = random_weights(target, seed=0)
-        self.rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
-        self.expected: dict[LayerUnit, Tensor] = {}
-        """Autograd's gradients of the units without a factor rule."""
+    tracer: Tracer
+    batch: Any
+    target: Tensor
+    calls: dict[nn.Module, list[LayerCall]]
+    tolerance: float
+    single: Collection[str]
+    rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = field(default_factory=dict)
+    expected: dict[LayerUnit, Tensor] = field(default_factory=dict)
+    """Autograd's gradients of the units without a factor rule."""
+
+    @property
+    def rows(self) -> int:
+        """Number of samples."""
+        return len(self.target)
+
+    @property
+    def weights(self) -> Tensor:
+        """Random weights `[B]` of the samples."""
+        return random_weights(self.target, seed=0)
 
     def add_gradient(self, unit: LayerUnit, gradient: Tensor) -> None:
         """Try the factor rules on a unit with its gradient by autograd; others wait for the end."""
@@ -238,36 +238,34 @@ class _RuleSearch:
             rest.append(unit)
         return rest
 
-    def _try(self, unit: LayerUnit, candidates: Iterable[LayerUnit], gradient: Tensor) -> bool:
+    def _try(
+        self,
+        unit: LayerUnit,
+        candidates: Iterable[LayerUnit],
+        gradient: Tensor,
+        calls: Sequence[LayerCall] | None = None,
+    ) -> bool:
         for rule in candidates:
-            try:
-                piece = unit_gradients(rule, calls_of(rule, self.calls), rows=self.rows)
-                is_right = self._fits(piece, gradient)
-            except _RULE_ERRORS:
-                # The layer is not called as this rule expects; the last rule works for every model.
-                continue
-            if is_right:
-                self.rules[unit] = rule, piece
-                return True
+            # The layer may not be called as this rule expects; the last rule works for every model.
+            with contextlib.suppress(*_RULE_ERRORS):
+                own = calls_of(rule, self.calls) if calls is None else calls
+                piece = unit_gradients(rule, own, rows=self.rows)
+                if self._fits(piece, gradient):
+                    self.rules[unit] = rule, piece
+                    return True
         return False
 
     def _try_spread(self, unit: LayerUnit, gradient: Tensor) -> bool:
         """Expand the unit's output to all samples, if that changes neither the target nor the gradient."""
         rule = dataclasses.replace(unit, axis="shared")
         alone = dataclasses.replace(self.tracer, units=[rule])
-        try:
+        with contextlib.suppress(*_RULE_ERRORS):
             _, target, calls = alone.forward(list(unit.modules), self.batch)
-            if not torch.equal(target, self.target):
-                return False
             fill(calls, target)
-            with torch.no_grad():
-                piece = unit_gradients(rule, calls, rows=self.rows)
-                is_right = self._fits(piece, gradient)
-        except _RULE_ERRORS:
-            return False
-        if is_right:
-            self.rules[unit] = rule, piece
-        return is_right
+            if torch.equal(target, self.target):
+                with torch.no_grad():
+                    return self._try(unit, [rule], gradient, calls)
+        return False
 
     def try_whole_model(self, units: Sequence[LayerUnit]) -> None:
         """Run the model once per sample, as a last resort."""
@@ -277,8 +275,7 @@ class _RuleSearch:
         for rule, piece in pieces.items():
             if not self._fits(piece, self.expected[whole[rule]]):
                 raise CaptureError(
-                    f"layer {rule.name}: the gradients of single samples do not "
-                    "add up to that of the batch",
+                    f"layer {rule.name}: single samples' gradients do not add up to the batch's",
                     code="capture.gradients_do_not_add_up",
                     found="samples that influence each other, or randomness in the model",
                     fix="Capture in eval mode (mode='eval'), without batch statistics.",
@@ -309,23 +306,20 @@ def candidate_rules(
 ) -> Iterator[LayerUnit]:
     """Yield rules that may capture a unit, the cheapest first."""
     if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
-        for axis in (*SAMPLE_AXES, *INTERLEAVED):
-            own = [call for module in unit.modules for call in calls[module]]
-            shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+        own = [call for module in unit.modules for call in calls[module]]
+        shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+        for axis in (*SAMPLE_AXES, "interleaved"):  # only a proof can distinguish it from flat
             if all(possible(shape, rows, axis) for shape in shapes):
                 yield dataclasses.replace(unit, axis=axis)
-    holder = find_called_parent(model, unit, set(calls)) if unit.modules[0] not in calls else None
-    module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
+    module = find_called_module(model, unit, calls)
     if module is None or len(unit.modules) > 1:
         return
     first = getattr(module, "batch_first", True)
     axes: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
-    for axis in axes:
-        yield dataclasses.replace(unit, rule="module", modules=(module,), axis=axis)
-    if module is not model:
-        # For the whole model, the last resort does the same.
+    # One by one for the whole model is the last resort.
+    for rule in ("module",) if module is model else ("module", "one by one"):
         for axis in axes:
-            yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
+            yield dataclasses.replace(unit, rule=rule, modules=(module,), axis=axis)
 
 
 def fits(total: torch.Tensor, gradient: torch.Tensor, tolerance: float) -> bool:
@@ -340,10 +334,6 @@ def fits(total: torch.Tensor, gradient: torch.Tensor, tolerance: float) -> bool:
     return bool(
         torch.equal(total.isfinite(), gradient.isfinite()) and not gradient.isfinite().all()
     )
-
-
-PROOF_ROWS = 16
-"""Rows of a batch on which a new call pattern is proved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -448,7 +438,6 @@ def moved_rows_error(names: Sequence[str], row: int | None = None) -> BatchMisma
         f"layer {names[0]}: the captured gradient of {where} differs from autograd's",
         Adjustments(single=frozenset(names)),
         code="capture.rows_moved",
-        found=f"rows that lie elsewhere than in the first batch, in {len(names)} "
-        f"layers: {', '.join(names[:4])}",
+        found=f"rows that lie elsewhere than in the first batch: {', '.join(names[:4])}",
         fix="Keep the order of samples inside of the model, or capture with batches of one row.",
     )

@@ -220,11 +220,9 @@ def full_precision_weights(model: nn.Module) -> Iterator[list[str]]:
             return
         if parameter not in sources and parameter.is_meta:
             raise CaptureError(
-                "the model's weights are not loaded",
+                f"the model's weights are not loaded: {name} is on the meta device",
                 code="capture.weights_not_loaded",
-                found=f"{name} on the meta device, and nothing that would fetch it",
-                fix="Load the weights first: from_pretrained(folder), or "
-                "model.to_empty(device=...) and load_state_dict.",
+                fix="Load them first: from_pretrained(folder), or to_empty(device=) and load_state_dict.",
             )
         is_plain = type(parameter) in (nn.Parameter, torch.Tensor)  # not a quantized one
         if parameter not in sources and parameter.dtype in LOW and is_plain:
@@ -379,7 +377,7 @@ def has_active_dropout(model: nn.Module) -> bool:
     return any(module.training and _uses_dropout(module) for module in model.modules())
 
 
-def is_mode_sensitive(model: nn.Module) -> bool:
+def has_modes(model: nn.Module) -> bool:
     """Return True if train and eval mode differ: the model has dropout or batch normalization."""
     return any(isinstance(m, _BATCH_NORMS) or _uses_dropout(m) for m in model.modules())
 
@@ -388,12 +386,7 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters, or its execution device if they are offloaded."""
     for parameter in model.parameters():
         return (execution_device(model) if parameter.is_meta else None) or parameter.device
-    raise CaptureError(
-        "the model has no parameters, so it has no gradients",
-        code="capture.no_parameters",
-        found=type(model).__name__,
-        fix="Capture a model with trainable parameters.",
-    )
+    raise CaptureError("the model has no parameters", code="capture.no_parameters")
 
 
 def _check_training(model: nn.Module, *, chosen: bool) -> None:
@@ -402,15 +395,13 @@ def _check_training(model: nn.Module, *, chosen: bool) -> None:
             continue
         if isinstance(module, _BATCH_NORMS):
             raise CaptureError(
-                f"layer {name} is a {type(module).__name__} in train mode, which "
-                "normalizes with the statistics of the batch",
+                f"layer {name} is in train mode and normalizes with the statistics of the batch",
                 code="capture.batch_statistics",
                 fix="Call model.eval() first, or pass mode='eval'.",
             )
         if not chosen and _uses_dropout(module):
             raise CaptureError(
-                f"layer {name} is a {type(module).__name__} in train mode, so "
-                "the gradients would be random",
+                f"layer {name} is in train mode, so the gradients would be random",
                 code="capture.random_model",
                 fix="Pass mode='eval', or mode='train' to store the gradients of random passes.",
             )
@@ -428,14 +419,13 @@ def _check_precision(model: nn.Module) -> None:
         raise CaptureError(
             "the model has no trainable parameter",
             code="capture.no_trainable_parameter",
-            fix="Set requires_grad=True on the parameters whose gradients you need.",
+            fix="Set requires_grad=True.",
         )
     low = kinds - {torch.float32, torch.float64}
     if low:
         raise CaptureError(
-            "the model's weights have too few digits for exact gradients",
+            f"{', '.join(sorted(str(kind) for kind in low))} has too few digits for exact gradients",
             code="capture.low_precision",
-            found=", ".join(sorted(str(kind) for kind in low)),
             fix="Capture model.float(); stored gradients may have 16 bits: encoding='bfloat16'.",
         )
 
@@ -509,6 +499,46 @@ def _eager_mode() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers, up to 256 MiB of them, at the end of the block."""
+    free_bytes, copies = 256 << 20, []
+    for buffer in model.buffers():
+        free_bytes -= buffer.nbytes
+        if free_bytes >= 0 and not buffer.is_meta and not buffer.is_inference():
+            copies.append((buffer, buffer._version, buffer.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, before in copies:
+                if buffer._version != version:
+                    buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """Run the block with the model in double precision; restore parameters and buffers afterwards."""
+    parameters = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype == torch.float32
+    ]
+    try:
+        for parameter, data in parameters:
+            parameter.data = data.double()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.double()
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+@contextlib.contextmanager
 def moved_to(model: nn.Module, device: str | torch.device | None) -> Iterator[None]:
     """Move the model to a device within the block, and back afterwards; None leaves it."""
     if device is None:
@@ -519,9 +549,7 @@ def moved_to(model: nn.Module, device: str | torch.device | None) -> Iterator[No
         model.to(torch.device(device))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise CaptureError(
-            "device cannot be used",
-            code="capture.device",
-            found=f"{device}: {str(error).splitlines()[0]}",
+            f"device {device} cannot be used: {str(error).splitlines()[0]}", code="capture.device"
         ) from error
     try:
         yield

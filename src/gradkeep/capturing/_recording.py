@@ -17,7 +17,7 @@ import gradkeep.store as gs
 from gradkeep._arguments import flag, one_of, optional
 from gradkeep.capturing._loader import parse_ids, plain
 from gradkeep.capturing._readiness import in_mode
-from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
+from gradkeep.capturing._recording_checks import StepChecks
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import find_earlier_run
 from gradkeep.capturing._rows import arrays_for, norm_values
@@ -33,13 +33,11 @@ from gradkeep.capturing.rules._rules import (
     units_of,
 )
 from gradkeep.errors import CaptureError
-from gradkeep.factors._form import form_to_fields
 from gradkeep.query._gradients import select_layers
-from gradkeep.remat.planned._session import budget_is_active
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.capturing._storage import LayerStorage
     from gradkeep.capturing.rules._layers import SampleAxis
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
 Reduction = Literal["mean", "sum"]
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class GradientRecording:
     """A running recording, created by `gk.recording`.
 
@@ -58,28 +57,20 @@ class GradientRecording:
         rows: Rows recorded so far.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        key: CaptureKey,
-        model: nn.Module,
-        units: Sequence[LayerUnit],
-        *,
-        reduction: Reduction,
-        encoding: Encoding,
-        batch_first: bool | None,
-    ) -> None:
-        self.key = key
-        self._store, self._model, self._units = store, model, list(units)
-        self._reduction, self._encoding = reduction, encoding
-        self._batch_first = batch_first
-        self._layers: list[LayerStorage] | None = None
-        self._writer: Writer | None = None
-        self._names: tuple[str, ...] = ()
-        self._step = 0
-        self._patterns: set[int] = set()
-        self._warned_unproved = False
-        self.rows = 0
+    key: CaptureKey
+    store: Store
+    model: nn.Module
+    units: Sequence[LayerUnit]
+    reduction: Reduction
+    encoding: Encoding
+    batch_first: bool | None
+    rows: int = 0
+    step: int = 0
+    _layers: list[LayerStorage] | None = None
+    _writer: Writer | None = None
+    _names: tuple[str, ...] = ()
+    _patterns: set[int] = dataclasses.field(default_factory=set)
+    _warned_unproved: bool = False
 
     @contextlib.contextmanager
     def batch(
@@ -97,41 +88,17 @@ class GradientRecording:
             CaptureError: The recorded rows are not the samples' own gradients.
         """
         own = parse_ids(ids)
-        modules = [module for unit in self._units for module in unit.modules]
-        with watching(modules, by_hooks=True) as calls, self._checking(calls, len(own)) as sums:
-            yield
-        scale = divisor if divisor is not None else len(own) if self._reduction == "mean" else 1
+        modules = [module for unit in self.units for module in unit.modules]
+        with watching(modules, by_hooks=True) as calls:
+            checks = StepChecks(self, calls, len(own))
+            with checks.watching():
+                yield
+        scale = divisor if divisor is not None else len(own) if self.reduction == "mean" else 1
         with torch.no_grad():
-            self._take(own, calls, float(scale), dict(keep or {}), sums)
-        self._step += 1
+            self._take(own, calls, float(scale), dict(keep or {}), checks)
+        self.step += 1
 
-    @contextlib.contextmanager
-    def _checking(self, calls: list[LayerCall], rows: int) -> Iterator[WeightGradients]:
-        """Check the step that runs inside of the block, if a check is due or its shapes are new."""
-        step = self._step
-        # The first four steps, every 64th, and powers of two.
-        scheduled = step < 4 or step % 64 == 0 or step.bit_count() == 1
-        probed = _Latch(functools.partial(self._is_new, calls, rows), scheduled)
-        # Sums are also compared in the first eight steps.
-        summed = _Latch(probed, step < 8)
-        sums = WeightGradients(self._units, enabled=summed)
-        axes = functools.partial(self._axes_by_module, rows=rows)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(sums.collecting())
-            # Probes run the model and the loss again, which a memory plan does not expect.
-            if rows > 1 and not budget_is_active():
-                probes = ProbedStep(self._model, calls, rows, (step * 7) % rows, axes)
-                sample = SampleProbe(probes, enabled=probed, batch_first=self._batch_first)
-                # A loop may call parts of the model directly; hooks on all of them take time.
-                modules = self._model.modules() if scheduled else [self._model]
-                stack.enter_context(sample.watching(modules))
-                if scheduled:
-                    own = [module for unit in self._units for module in unit.modules]
-                    loss = LossProbe(probes, own, unproved=self._warn_unproved)
-                    stack.enter_context(loss.watching())
-            yield sums
-
-    def _is_new(self, calls: Sequence[LayerCall], rows: int) -> bool:
+    def is_new(self, calls: Sequence[LayerCall], rows: int) -> bool:
         """Return True if no earlier step called the layers with these shapes, and remember them."""
         pattern = hash((rows, *((id(call.module), call.shapes) for call in calls)))
         # At most 64 patterns: sequence lengths may never repeat.
@@ -140,19 +107,18 @@ class GradientRecording:
         self._patterns.add(pattern)
         return True
 
-    def _axes_by_module(
-        self, calls: Sequence[LayerCall], *, rows: int
-    ) -> dict[nn.Module, SampleAxis]:
+    def axes_by_module(self, calls: Sequence[LayerCall], rows: int) -> dict[nn.Module, SampleAxis]:
         """Return the sample axis of each module's calls, where their shapes determine it."""
         by_module = calls_by_module(calls)
-        units = [unit for unit in self._units if any(m in by_module for m in unit.modules)]
+        units = [unit for unit in self.units if any(m in by_module for m in unit.modules)]
         try:
             axes = self._axes(by_module, rows, units)
         except CaptureError:
             return {}  # raised again when the rows are taken
         return {module: axis for unit, axis in axes.items() for module in unit.modules}
 
-    def _warn_unproved(self, reason: str) -> None:
+    def warn_unproved(self, reason: str) -> None:
+        """Warn once that the loss cannot be checked."""
         if not self._warned_unproved:
             self._warned_unproved = True
             warnings.warn(
@@ -167,7 +133,7 @@ class GradientRecording:
         calls: list[LayerCall],
         scale: float,
         keep: dict[str, Any],
-        sums: WeightGradients,
+        checks: StepChecks,
     ) -> None:
         by_module: dict[nn.Module, list[LayerCall]] = {}
         autocast: set[nn.Module] = set()
@@ -185,10 +151,9 @@ class GradientRecording:
             tensors = [call.input, *(s for s in call.suffixes if s is not None)]
             if any(t.is_floating_point() and t.dtype.itemsize < dtype.itemsize for t in tensors):
                 autocast.add(call.module)
-                call.args, call.kwargs = tree_map_only(
-                    torch.Tensor, functools.partial(_widened, dtype), (call.args, call.kwargs)
-                )
-                call.suffixes = [s if s is None else _widened(dtype, s) for s in call.suffixes]
+                inputs = (call.args, call.kwargs, call.suffixes)
+                wide = functools.partial(_widened, dtype)
+                call.args, call.kwargs, call.suffixes = tree_map_only(torch.Tensor, wide, inputs)
             call.suffixes = [None if s is None else s.detach() * scale for s in call.suffixes]
             by_module.setdefault(call.module, []).append(call)
         if not by_module:
@@ -197,20 +162,19 @@ class GradientRecording:
                 code="capture.no_backward",
                 fix="Put the forward pass and loss.backward() inside of `with rec.batch(ids):`.",
             )
-        axes = self._axes(by_module, len(ids), self._units)
+        axes = self._axes(by_module, len(ids), self.units)
         pieces = {
             unit: unit_gradients(
                 dataclasses.replace(unit, axis=axis), _calls_of(unit, by_module), rows=len(ids)
             )
             for unit, axis in axes.items()
         }
-        if sums.complete:
-            sums.check(pieces, rows=len(ids), scale=scale, autocast=autocast)
+        checks.check_sums(pieces, scale, autocast)
         if self._writer is None:
             _warn_flat(axes, by_module, len(ids))
         if self._layers is None:
             self._layers = choose_storage(
-                pieces, encoding=self._encoding, requested={}, tolerance=0.0
+                pieces, encoding=self.encoding, requested={}, tolerance=0.0
             )
         factors, arrays = rows_to_store(self._layers, pieces)
         values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
@@ -222,14 +186,12 @@ class GradientRecording:
                 code="capture.infinite_gradient",
             )
         if self._writer is None:
-            self._writer = self._store.write(self.key, self._schema(values))
+            self._writer = self.store.write(self.key, self._schema(values))
             self._names = tuple(values)
         if tuple(values) != self._names:
             raise CaptureError(
-                "batches must store the same values",
+                f"batches must store the same values, {', '.join(self._names)}",
                 code="capture.other_values",
-                found=", ".join(values),
-                expected=", ".join(self._names),
             )
         self._writer.append(ids, values | arrays)
         self.rows += len(ids)
@@ -253,11 +215,11 @@ class GradientRecording:
             is_sequence = values.dim() == (3 if values.dtype.is_floating_point else 2)
             if axes[:2] == ["first", "second"] and is_sequence:
                 ambiguous.append(unit)
-        if self._batch_first is None:
+        if self.batch_first is None:
             certain = {axes[0] for unit, axes in candidates.items() if unit not in ambiguous}
             if len(certain) == 1 and not certain <= {"flat"}:
-                self._batch_first = certain == {"first"}
-        if ambiguous and self._batch_first is None:
+                self.batch_first = certain == {"first"}
+        if ambiguous and self.batch_first is None:
             warnings.warn(
                 f"layer {ambiguous[0].name} is called with as many steps as samples, {rows}: the first "
                 "dimension is assumed to be the samples; pass batch_first=True to confirm this, or "
@@ -265,48 +227,35 @@ class GradientRecording:
                 CaptureWarning,
                 stacklevel=5,
             )
-            self._batch_first = True
+            self.batch_first = True
         for unit in ambiguous:
-            candidates[unit] = ["first" if self._batch_first else "second"]
+            candidates[unit] = ["first" if self.batch_first else "second"]
         return {unit: axes[0] for unit, axes in candidates.items()}
 
     def _schema(self, values: Mapping[str, Any]) -> Schema:
         assert self._layers is not None
         return gs.Schema(
             arrays=(*arrays_for(values), *(a for layer in self._layers for a in layer.arrays)),
-            layers=tuple(
-                gs.Layer(k.unit.name, k.unit.type, k.unit.size, form_to_fields(k.form))
-                for k in self._layers
-            ),
+            layers=tuple(layer.schema_layer() for layer in self._layers),
             fingerprints={
                 # Weights change between batches: rows of a recording only match each other.
                 "weights": f"recording {self.key.run} {self.key.checkpoint}",
                 "of": "loss",
-                "model": type(self._model).__name__,
+                "model": type(self.model).__name__,
             },
         )
 
-    def finish(self) -> None:
-        """Seal the recorded rows."""
+    @contextlib.contextmanager
+    def sealing(self) -> Iterator[None]:
+        """Seal the recorded rows when the block ends without an error."""
+        try:
+            yield
+        except BaseException as error:
+            if self._writer is not None:
+                self._writer.__exit__(type(error), error, None)
+            raise
         if self._writer is not None:
             self._writer.seal()
-
-    def abandon(self) -> None:
-        """Stop without sealing, as after an error."""
-        if self._writer is not None:
-            self._writer.__exit__(RuntimeError, RuntimeError("abandoned"), None)
-
-
-@dataclasses.dataclass(slots=True)
-class _Latch:
-    """True from the start, or from the first call for which the condition holds."""
-
-    condition: Callable[[], bool]
-    value: bool
-
-    def __call__(self) -> bool:
-        self.value = self.value or self.condition()
-        return self.value
 
 
 @contextlib.contextmanager
@@ -383,18 +332,9 @@ def recording(
     with in_mode(model, "train" if model.training else "eval"):
         pass  # only its checks: the loop sets the mode
     optional(flag, "batch_first", batch_first, error=CaptureError)
-    rec = GradientRecording(
-        *(opened, key, model, units),
-        reduction=reduction,
-        encoding=encoding,
-        batch_first=batch_first,
-    )
-    try:
+    rec = GradientRecording(key, opened, model, units, reduction, encoding, batch_first)
+    with rec.sealing():
         yield rec
-    except BaseException:
-        rec.abandon()
-        raise
-    rec.finish()
 
 
 def _widened(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -439,7 +379,6 @@ def _possible_axes(
             f"layer {unit.name} was not called with one row per sample",
             code="capture.rows_per_sample",
             found=f"input {tuple(own[0].input.shape)} for {rows} ids",
-            fix="Pass as many ids as the batch has samples. Leave out a layer that all "
-            f"samples share, such as position embeddings, with layers='!{unit.name}'.",
+            fix=f"Pass an id per sample; leave out shared layers with layers='!{unit.name}'.",
         )
     return axes

@@ -2,17 +2,16 @@
 
 Three properties make recorded rows the samples' own gradients:
 
-- Their sum is the gradient that `backward()` adds to each weight (`WeightGradients`).
-- A layer's rows of one sample depend on that sample alone (`SampleProbe`): the outermost module
-  runs once more with one sample replaced, and no other sample's rows may change.
-- The loss is a sum over samples (`LossProbe`): the gradient at one sample's outputs has no
-  derivative with respect to another sample's outputs.
+- Their sum is the gradient that `backward()` adds to each weight.
+- A layer's rows of one sample depend on that sample alone: the outermost module runs once more with one
+  sample replaced, and no other sample's rows may change.
+- The loss is a sum over samples: the gradient at one sample's outputs has no derivative with respect to
+  another sample's outputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,51 +19,78 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from gradkeep.capturing._audit import restore_buffers
 from gradkeep.capturing._batches import copied, leaves, map_leaves
 from gradkeep.capturing._proofs import fits
+from gradkeep.capturing._readiness import restore_buffers
 from gradkeep.capturing.rules._layers import by_sample
 from gradkeep.capturing.rules._rules import calls_by_module
 from gradkeep.errors import CaptureError
+from gradkeep.remat.planned._session import budget_is_active
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch import Tensor, nn
     from torch.autograd.graph import GradientEdge
 
+    from gradkeep.capturing._recording import GradientRecording
     from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
 
 _SUM_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-7}
-_FEW_BITS = 2e-2
-"""Relative error of a sum of rows by its dtype, and for 16 bits."""
+"""Relative error of a sum of rows by its dtype; 2e-2 for 16 bits."""
 
 
-class WeightGradients:
-    """Collect what the backward passes of one step add to each weight."""
+class StepChecks(TorchFunctionMode):
+    """Checks of one step: all of them if its turn has come, the first two if its shapes are new."""
 
-    def __init__(self, units: Sequence[LayerUnit], *, enabled: Callable[[], bool]) -> None:
-        self._weights = [weight for unit in units for weight in unit.weights]
-        self._enabled = enabled
+    def __init__(self, recording: GradientRecording, calls: list[LayerCall], rows: int) -> None:
+        super().__init__()
+        self._recording, self._calls, self._rows = recording, calls, rows
+        step = recording.step
+        self._sample = (step * 7) % max(1, rows)
+        """The sample that is replaced."""
+        # The first four steps, every 64th, and powers of two.
+        self._scheduled = step < 4 or step % 64 == 0 or step.bit_count() == 1
+        self._probed = self._scheduled
         self._totals: dict[nn.Parameter, Tensor] = {}
-        self.complete = False
+        self._depth, self._start, self._inputs = 0, 0, None
+        devices = {p.device for p in recording.model.parameters() if p.device.type == "cuda"}
+        self._devices = sorted(device.index for device in devices)
+        self._random: list[Tensor] = []
+        self._outputs: list[tuple[nn.Module, GradientEdge]] = []
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Collect until the block ends."""
+    def watching(self) -> Iterator[None]:
+        """Check the passes inside of the block."""
+        units, model = self._recording.units, self._recording.model
         with contextlib.ExitStack() as stack:
-            for weight in self._weights:
+            for weight in (weight for unit in units for weight in unit.weights):
                 handle = weight.register_hook(self._adder(weight))  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
+            # Probes run the model and the loss again, which a memory plan does not expect.
+            if self._rows > 1 and not budget_is_active():
+                # A loop may call parts of the model directly; hooks on all of them take time.
+                for module in model.modules() if self._scheduled else [model]:
+                    before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                    after = module.register_forward_hook(self._leave, with_kwargs=True)
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+                if self._scheduled:
+                    for module in {module: None for unit in units for module in unit.modules}:
+                        stack.callback(module.register_forward_hook(self._note_output).remove)
+                    stack.enter_context(self)
             yield
+
+    def _is_probed(self) -> bool:
+        self._probed = self._probed or self._recording.is_new(self._calls, self._rows)
+        return self._probed
 
     def _adder(self, weight: nn.Parameter) -> Callable[[Tensor], None]:
         def add(gradient: Tensor) -> None:
-            if not self._enabled():
-                return
-            self.complete = True
+            if self._recording.step >= 8 and not self._is_probed():
+                return  # sums are also compared in the first eight steps
             gradient = gradient.detach()
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             before = self._totals.get(weight)
@@ -73,125 +99,73 @@ class WeightGradients:
 
         return add
 
-    def check(
+    def check_sums(
         self,
         pieces: Mapping[LayerUnit, LayerGradients],
-        *,
-        rows: int,
         scale: float,
-        autocast: Collection[nn.Module],
+        few_bits: Collection[nn.Module],
     ) -> None:
-        """Compare the sum of each layer's recorded rows with the gradient of its weights.
+        """Compare the sum of each layer's rows, which were multiplied by `scale`, with its gradient.
 
-        Args:
-            pieces: Gradients of each layer's rows.
-            rows: Number of samples.
-            scale: Factor that rows were multiplied by.
-            autocast: Modules that computed with fewer bits than their weights have.
+        Modules in `few_bits` computed with fewer bits than their weights have.
         """
-        for unit, piece in pieces.items():
-            parts = [
-                self._totals.get(weight, torch.zeros_like(weight)).reshape(-1)
-                for weight in unit.weights
-            ]
-            weights = torch.full((1, rows), 1 / scale, dtype=parts[0].dtype, device=parts[0].device)
-            total = piece.form.weighted_sum(piece.rows, weights)[0]
-            truth = torch.cat(parts)
-            few_bits = any(module in autocast for module in unit.modules)
-            tolerance = _FEW_BITS if few_bits else _SUM_ERRORS.get(truth.dtype, _FEW_BITS)
-            if not fits(total, truth, tolerance):
+        for unit, piece in pieces.items() if self._totals else ():
+            totals = [self._totals.get(w, torch.zeros_like(w)).reshape(-1) for w in unit.weights]
+            truth = torch.cat(totals)
+            total = piece.form.weighted_sum(piece.rows, truth.new_full((1, self._rows), 1 / scale))
+            tolerance = _SUM_ERRORS.get(truth.dtype, 2e-2)
+            tolerance = 2e-2 if any(module in few_bits for module in unit.modules) else tolerance
+            if not fits(total[0], truth, tolerance):
                 raise CaptureError(
-                    f"layer {unit.name}: the recorded rows do not add up to the "
-                    "gradient of backward()",
+                    f"layer {unit.name}: the recorded rows do not add up to the gradient of backward()",
                     code="capture.sums_differ",
-                    found=f"a {unit.type} whose weight is also used elsewhere, whose "
-                    "forward is changed, or whose gradients a hook changes",
-                    fix=f"Leave it out with layers='!{unit.name}', or replay the "
-                    "checkpoint with gk.capture.",
+                    found=f"a {unit.type} used elsewhere too, with a changed forward, or with gradient hooks",
+                    fix=f"Leave it out with layers='!{unit.name}', or replay with gk.capture.",
                 )
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ProbedStep:
-    """A step that is probed, and the sample that is replaced in it."""
-
-    model: nn.Module
-    calls: list[LayerCall]
-    rows: int
-    sample: int
-    axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]]
-
-    def by_sample(self, tensor: Tensor, axis: SampleAxis) -> Tensor:
-        """Return the tensor as `[B, ...]`."""
-        return by_sample(tensor.detach(), self.rows, axis).flatten(1)
-
-
-class SampleProbe:
-    """Run outermost modules again with one sample replaced, and compare the inputs of layers."""
-
-    def __init__(
-        self, step: ProbedStep, *, enabled: Callable[[], bool], batch_first: bool | None
-    ) -> None:
-        self._step, self._enabled, self._batch_first = step, enabled, batch_first
-        self._depth, self._start, self._replaying = 0, 0, False
-        self._inputs: Any = None
-        devices = {p.device for p in step.model.parameters() if p.device.type == "cuda"}
-        self._devices = sorted(device.index for device in devices)
-        self._random: list[Tensor] = []
-
-    @contextlib.contextmanager
-    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Probe every outermost call of these modules until the block ends."""
-        with contextlib.ExitStack() as stack:
-            for module in modules:
-                before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
-                after = module.register_forward_hook(self._leave, with_kwargs=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            yield
-
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replaying:
-            return
         if self._depth == 0:
-            self._start = len(self._step.calls)
+            self._start = len(self._calls)
             self._inputs = copied((args, kwargs))
             states = [torch.cuda.get_rng_state(index) for index in self._devices]
             self._random = [torch.get_rng_state(), *states]
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replaying:
-            return
+        if self._depth == 1 and len(self._calls) > self._start and self._is_probed():
+            self._replay(module)  # at a depth of one: calls inside of it are not outermost
         self._depth -= 1
-        if self._depth == 0 and len(self._step.calls) > self._start and self._enabled():
-            self._replaying = True
-            try:
-                self._replay(module)
-            finally:
-                self._replaying = False
 
     def _replay(self, module: nn.Module) -> None:
-        changed = _with_sample_replaced(
-            self._inputs, self._step.rows, self._step.sample, batch_first=self._batch_first
-        )
+        """Run a module again with one sample replaced, and compare the inputs of layers."""
+        first = self._recording.batch_first
+        changed = _with_sample_replaced(self._inputs, self._rows, self._sample, batch_first=first)
         if changed is None:
             return
-        calls = self._step.calls[self._start :]
-        original, axes = calls_by_module(calls), self._step.axes(calls)
+        calls = self._calls[self._start :]
+        original, axes = calls_by_module(calls), self._recording.axes_by_module(calls, self._rows)
         turns = dict.fromkeys(original, 0)
 
         def compare(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             turn, turns[layer] = turns[layer], turns[layer] + 1
             read = next((leaf for leaf in leaves((args, kwargs)) if _is_tensor(leaf)), None)
-            if layer in axes and turn < len(original[layer]) and read is not None:
-                self._compare(layer, original[layer][turn].input, read, axes[layer])
+            if layer not in axes or turn >= len(original[layer]) or read is None:
+                return
+            if self._changes_others(original[layer][turn].input, read, axes[layer]):
+                names = self._recording.model.named_modules()
+                raise CaptureError(
+                    f"layer {next((n for n, m in names if m is layer), '')}: replacing one sample of "
+                    "the batch changes the rows of another",
+                    code="capture.rows_of_others",
+                    found="a model that mixes or reorders samples, or joins several views of a sample",
+                    fix="Replay the checkpoint with gk.capture, which reads rows from single samples.",
+                )
 
         args, kwargs = changed
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(self._devices))
-            stack.enter_context(restore_buffers(self._step.model))
+            stack.enter_context(restore_buffers(self._recording.model))
             for layer in original:
                 stack.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
             torch.set_rng_state(self._random[0])
@@ -199,54 +173,22 @@ class SampleProbe:
                 torch.cuda.set_rng_state(state, index)
             module(*args, **kwargs)
 
-    def _compare(self, layer: nn.Module, one: Tensor, other: Tensor, axis: SampleAxis) -> None:
-        if self._changes_others(one, other, axis):
-            name = next((n for n, m in self._step.model.named_modules() if m is layer), "")
-            raise CaptureError(
-                f"layer {name}: replacing one sample of the batch changes the "
-                "rows of another sample",
-                code="capture.rows_of_others",
-                found="a model that mixes samples, reorders them (sorting by length), "
-                "or joins several views of a sample",
-                fix="Replay the checkpoint with gk.capture, which reads rows from single samples.",
-            )
-
     def _changes_others(self, one: Tensor, other: Tensor, axis: SampleAxis) -> bool:
         """Return True if a layer's input changed for a sample that was not replaced."""
         if one.shape != other.shape:
             # Another length is padding by the model; another number of rows moves samples.
             return axis == "flat" and len(one) != len(other)
-        one, other = (self._step.by_sample(tensor, axis) for tensor in (one, other))
+        one, other = (by_sample(t.detach(), self._rows, axis).flatten(1) for t in (one, other))
         if one.shape[1] == 0:
             return False
         scale = one.abs().amax().double() if one.dtype.is_floating_point else 0.0
         change = (other.double() - one.double()).abs().amax(1)
-        change[self._step.sample] = 0
+        change[self._sample] = 0
         # Other samples may change by 1e-3 of the largest input: routing changes the sizes of
         # matrix products, which then round differently.
         return bool((change > 1e-3 * scale).any())
 
-
-class LossProbe(TorchFunctionMode):
-    """Test before each `loss.backward()` that the loss is a sum over samples."""
-
-    def __init__(
-        self, step: ProbedStep, modules: Sequence[nn.Module], *, unproved: Callable[[str], None]
-    ) -> None:
-        super().__init__()
-        self._step, self._modules, self._unproved = step, modules, unproved
-        self._outputs: list[tuple[nn.Module, GradientEdge]] = []
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note the outputs of the layers until the block ends."""
-        with contextlib.ExitStack() as stack:
-            for module in dict.fromkeys(self._modules):
-                stack.callback(module.register_forward_hook(self._note).remove)
-            stack.enter_context(self)
-            yield
-
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             # The last four outputs, which are nearest to the loss.
             self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-4:]
@@ -255,60 +197,57 @@ class LossProbe(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.backward and self._outputs:
-            before = [(call, list(call.suffixes), call.differentiated) for call in self._step.calls]
+            before = [(call, list(call.suffixes), call.differentiated) for call in self._calls]
             try:
-                self._probe(args[0])
+                self._probe_loss(args[0])
             finally:
                 for call, suffixes, differentiated in before:
                     call.suffixes, call.differentiated = suffixes, differentiated
         return func(*args, **(kwargs or {}))
 
-    def _probe(self, loss: Tensor) -> None:
-        axes = self._step.axes(self._step.calls)
-        outputs = [(module, edge) for module, edge in self._outputs if module in axes]
+    def _probe_loss(self, loss: Tensor) -> None:
+        """Test that the loss is a sum over samples."""
+        axes = self._recording.axes_by_module(self._calls, self._rows)
+        outputs = [(axes[module], edge) for module, edge in self._outputs if module in axes]
         if loss.numel() != 1 or not loss.requires_grad or not outputs:
             return
-        edges = [edge for _, edge in outputs]
         try:
-            own, others = self._second_derivatives(loss, edges, [axes[m] for m, _ in outputs])
+            own, others = self._second_derivatives(loss, outputs)
         except RuntimeError as error:
-            self._unproved(str(error).splitlines()[0])
+            self._recording.warn_unproved(str(error).splitlines()[0])
             return
         # By rounding, the others' second derivatives may reach 1e-4 of the sample's own.
         if others > 1e-4 * own:
             raise CaptureError(
-                "the loss mixes samples: the gradient of one sample depends on "
-                "the outputs of others",
+                "the gradient of one sample depends on the outputs of others",
                 code="capture.loss_mixes_samples",
-                found="a loss over the whole batch, such as a contrastive loss or one "
-                "with batch statistics",
-                fix="Record a loss per sample; with a loss over the batch no sample has "
-                "its own gradient.",
+                found="a loss over the whole batch, such as a contrastive loss",
+                fix="Record a loss per sample; with a loss over the batch no sample has its own gradient.",
             )
 
     def _second_derivatives(
-        self, loss: Tensor, edges: list[GradientEdge], axes: list[SampleAxis]
+        self, loss: Tensor, outputs: list[tuple[SampleAxis, GradientEdge]]
     ) -> tuple[float, float]:
         """Return the largest second derivative at the probed sample's outputs, and at all others'."""
-        first = torch.autograd.grad(
-            loss, edges, create_graph=True, retain_graph=True, allow_unused=True
-        )
-        generator = torch.Generator().manual_seed(self._step.sample)
+        axes, edges = [axis for axis, _ in outputs], [edge for _, edge in outputs]
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        first = torch.autograd.grad(loss, edges, create_graph=True, **options)
+        generator = torch.Generator().manual_seed(self._sample)
         direction = loss.new_zeros(())
         for gradient, axis in zip(first, axes, strict=True):
             if gradient is not None and gradient.requires_grad:
-                row = by_sample(gradient, self._step.rows, axis)[self._step.sample]
+                row = by_sample(gradient, self._rows, axis)[self._sample]
                 weights = torch.rand(row.shape, generator=generator).to(row)
                 direction = direction + (row * (weights + 0.5)).sum()
         if not direction.requires_grad:
             return 0.0, 0.0  # linear in the outputs, hence a sum over samples
-        second = torch.autograd.grad(direction, edges, retain_graph=True, allow_unused=True)
         own = others = 0.0
+        second = torch.autograd.grad(direction, edges, **options)
         for derivative, axis in zip(second, axes, strict=True):
             if derivative is not None and derivative.numel():
-                size = self._step.by_sample(derivative, axis).abs().amax(1)
-                own = max(own, float(size[self._step.sample]))
-                size[self._step.sample] = 0
+                size = by_sample(derivative.detach(), self._rows, axis).flatten(1).abs().amax(1)
+                own = max(own, float(size[self._sample]))
+                size[self._sample] = 0
                 others = max(others, float(size.max()))
         return own, others
 

@@ -8,6 +8,7 @@ and then it continues as a resumed one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import time
@@ -22,12 +23,6 @@ import gradkeep.store as gs
 from gradkeep import remat
 from gradkeep._budgets import parse_budget
 from gradkeep._display import progress as show_progress
-from gradkeep.capturing._audit import (
-    RowAudit,
-    check_first_rows,
-    check_repeatable,
-    restore_buffers,
-)
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker, find_basis
 from gradkeep.capturing._first_batch import (
@@ -42,25 +37,29 @@ from gradkeep.capturing._first_batch import (
     segment_rows,
 )
 from gradkeep.capturing._loader import task_batches, without_columns
-from gradkeep.capturing._moments import FirstMoments
 from gradkeep.capturing._readiness import (
     check_recomputable,
     device_of,
+    has_modes,
     in_mode,
-    is_mode_sensitive,
     ready,
+    restore_buffers,
 )
 from gradkeep.capturing._report import Captured, CaptureWarning, report_layer
 from gradkeep.capturing._resume import (
     EarlierRun,
     RecomputeCheck,
+    RowAudit,
     RowFingerprints,
+    change_of_first_rows,
     changed_rows_error,
+    check_repeatable,
     find_earlier_run,
     fingerprint_function,
     fingerprint_weights,
 )
 from gradkeep.capturing._rows import (
+    FirstMoments,
     GradientMaker,
     LossMaker,
     RowAlarms,
@@ -69,23 +68,24 @@ from gradkeep.capturing._rows import (
     find_modules,
 )
 from gradkeep.capturing._storage import NO_ADJUSTMENTS, Adjustments, BatchMismatchError
+from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import units_of
 from gradkeep.capturing.tasks._tasks import measure_losses
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
 
     from gradkeep._preview import Preview
-    from gradkeep.capturing._distributed import DistributedCapture
-    from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing._capture import DistributedCapture
     from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._rows import RowArrays, RowMaker
     from gradkeep.capturing.tasks._tasks import Task
-    from gradkeep.store import CaptureKey, Schema, Store
+    from gradkeep.store import CaptureKey, Checkpoint, Schema, Store
 
 _log = logging.getLogger(__name__)
 LOSSES = "losses"
@@ -125,23 +125,20 @@ class FirstBatch:
     schema: Schema
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attempt:
-    """Result of one attempt."""
-
-    maker: RowMaker
-    reused: int
-    """Rows that an earlier run had stored."""
-    warnings: list[str]
-
-
 class Replay:
     """All checkpoints of one call to `capture`."""
 
     def __init__(
-        self, request: CaptureRequest, store: Store, *, resume: bool, progress: bool
+        self,
+        request: CaptureRequest,
+        store: Store,
+        *,
+        resume: bool = True,
+        progress: bool = False,
+        distributed: DistributedCapture | None = None,
     ) -> None:
         self.request, self.store, self.resume, self.progress = request, store, resume, progress
+        self.distributed = distributed
         self.model, self.task, self.settings = request.model, request.task, request.settings
         memory = request.memory_budget
         budget = None if memory is None else parse_budget(memory)
@@ -158,35 +155,35 @@ class Replay:
         self.recompute: remat.MemoryBudget | None = None
         if isinstance(budget, float):
             self.recompute = remat.memory_budget(budget, mode="planned")
-        self.watched = find_modules(self.model, request.embeddings)
         self.device = device_of(self.model)
+        self._common: dict[str, Any] = {
+            "watched": find_modules(self.model, request.embeddings),
+            "device": self.device,
+            "recompute": self.recompute,
+        }
+        """Fields of every maker of rows."""
         self.contents: RowFingerprints | None = None
         """Fingerprints of the first pass; every other pass must have the same rows."""
 
-    def capture(
-        self,
-        key: CaptureKey,
-        *,
-        step: int | None,
-        lr: float | None,
-        distributed: DistributedCapture | None = None,
-    ) -> Captured:
+    def capture(self, key: CaptureKey, step: int | None, lr: float | None) -> Captured:
         """Capture the weights that the model has now, in this process or with workers.
 
         If a batch does not fit the choices made on the first one, start again, adjusted and in this process
         alone.
         """
         started, cpu = time.perf_counter(), time.process_time()
-        adjustments = NO_ADJUSTMENTS
+        adjustments, distributed = NO_ADJUSTMENTS, self.distributed
+        checkpoint = gs.Checkpoint(key.run, key.checkpoint, "", step, lr)
         while True:
             try:
-                captured = self._attempt(key, step, lr, distributed, adjustments)
+                captured = self._attempt(key, checkpoint, distributed, adjustments)
+                seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+                return dataclasses.replace(captured, seconds=seconds, cpu_seconds=cpu)
             except BatchMismatchError as error:
                 more = adjustments | error.adjustments
                 earlier = find_earlier_run(self.store, key)
-                if earlier is not None and earlier.sealed:
-                    raise
-                if distributed is None and more == adjustments:
+                is_sealed = earlier is not None and earlier.sealed
+                if is_sealed or (distributed is None and more == adjustments):
                     raise
                 is_known = distributed is None or error.adjustments
                 distributed = None  # this process determines what the batch needs
@@ -199,30 +196,14 @@ class Replay:
                     more |= earlier.adjustments
                     self.store.delete(key)
                 adjustments = more
-                continue
-            for note in captured.warnings:
-                warnings.warn(note, CaptureWarning, stacklevel=3)
-            block, maker = self.store.read(key), captured.maker
-            return Captured(
-                key=key,
-                rows=len(block),
-                reused_rows=captured.reused,
-                bytes=block.manifest.bytes,
-                layers=tuple(report_layer(layer) for layer in maker.layers),
-                seconds=time.perf_counter() - started,
-                cpu_seconds=time.process_time() - cpu,
-                notes=(*captured.warnings, *maker.facts()),
-                store=self.store,
-            )
 
     def _attempt(
         self,
         key: CaptureKey,
-        step: int | None,
-        lr: float | None,
+        checkpoint: Checkpoint,
         distributed: DistributedCapture | None,
         adjustments: Adjustments,
-    ) -> _Attempt:
+    ) -> Captured:
         """Capture with these adjustments."""
         packed = b"" if distributed is None else distributed.packed()
         with contextlib.ExitStack() as stack:
@@ -234,24 +215,22 @@ class Replay:
                 raise CaptureError(
                     "this capture exists already",
                     code="capture.exists",
-                    path=earlier.path,
+                    path=earlier.block.path,
                     fix="Pass resume=True to continue it, another name=, or delete it first.",
                 )
             first = self.try_first_rows(key, earlier, adjustments)
             weights = str(first.schema.fingerprints["weights"])
             # Rows of an earlier run are recomputed and compared instead.
             function = fingerprint_function(self.model) if earlier is None else None
-            checkpoint = gs.Checkpoint(
-                key.run, key.checkpoint, weights, step, lr, function=function
-            )
+            checkpoint = dataclasses.replace(checkpoint, weights=weights, function=function)
             if earlier is not None and earlier.sealed:
-                earlier.schema.require_same(first.schema, path=earlier.path)
+                earlier.block.schema.require_same(first.schema, path=earlier.block.path)
                 self.store.add_checkpoint(checkpoint)
                 with self._bar(f"compare {key.split} at {key.checkpoint}") as report:
                     earlier.check_all(
                         self._delivered(report), first.maker if first.repeatable else None
                     )
-                return _Attempt(first.maker, earlier.rows, [*notes, *first.maker.notes()])
+                return self._report(key, first.maker, len(earlier.block), notes)
             delivered = self._delivered(None)
             begin = next(delivered)  # errors here leave the store unchanged
             self.store.add_checkpoint(checkpoint)
@@ -264,18 +243,30 @@ class Replay:
                         code="capture.random_with_workers",
                         fix="Pass mode='eval', or leave out workers=.",
                     )
-                reused = 0 if earlier is None else earlier.rows
+                reused = 0 if earlier is None else len(earlier.block)
                 self.store.write(key, first.schema).close()  # workers read the schema
                 alarms = distributed.fill(SegmentMaker(self, key, first), packed)
                 earlier = find_earlier_run(self.store, key)
-                if earlier is not None and earlier.rows > 0:
+                if earlier is not None and len(earlier.block) > 0:
                     stack.enter_context(distributed.threads())
                 delivered = self._delivered(None)
                 begin = next(delivered)
             passing = itertools.chain([begin], delivered)
             seen = self._write(key, first, earlier, passing, alarms)
-            notes = [*notes, *first.maker.notes(), *alarms.notes()]
-            return _Attempt(first.maker, seen if reused is None else reused, notes)
+            reused = seen if reused is None else reused
+            return self._report(key, first.maker, reused, [*notes, *alarms.notes()])
+
+    def _report(
+        self, key: CaptureKey, maker: RowMaker, reused: int, notes: Sequence[str]
+    ) -> Captured:
+        """Describe the finished capture, and warn of anything suspicious."""
+        block, notes = self.store.read(key), (*notes, *maker.notes())
+        for note in notes:
+            warnings.warn(note, CaptureWarning, stacklevel=5)
+        layers = tuple(report_layer(layer) for layer in maker.layers)
+        size = block.manifest.bytes
+        notes = (*notes, *maker.facts())
+        return Captured(key, len(block), reused, size, layers, 0.0, 0.0, notes, self.store)
 
     def prepare_model(self, stack: contextlib.ExitStack) -> list[str]:
         """Prepare the model for replay until the stack closes; return notes for the user."""
@@ -291,19 +282,11 @@ class Replay:
     ) -> FirstBatch:
         """Choose how rows are computed, compute the first ones, and build their schema."""
         weights = fingerprint_weights(self.model)
-        if earlier is not None:
-            adjustments = adjustments | earlier.adjustments
-        first = without_columns(self.batches.first)
+        adjustments |= NO_ADJUSTMENTS if earlier is None else earlier.adjustments
         if self.settings.keep == LOSSES:
-            repeatable = check_repeatable(self.model, self.task, first, self.request.mode)
-            at_once = batch_size(first)
-            maker: RowMaker = LossMaker(
-                model=self.model,
-                task=self.task,
-                watched=self.watched,
-                device=self.device,
-                audit=RowAudit(self.model, self.task, self.device) if repeatable else None,
-            )
+            maker: RowMaker = LossMaker(tracer=Tracer(self.model, self.task), **self._common)
+            at_once = batch_size(self.batches.first)
+            repeatable = self._check_repeatable(maker)
         else:
             maker, at_once, repeatable = self._gradient_maker(key, weights, earlier, adjustments)
         rows = maker.make(self._first_rows(), alone=True)
@@ -312,15 +295,15 @@ class Replay:
         small, size = isinstance(maker, CoordinateMaker), segment_bytes(self.budget)
         per_segment = segment_rows(maker.row_bytes, size, coordinates=small)
         if earlier is not None:
-            per_segment = earlier.schema.rows_per_segment
+            per_segment = earlier.block.schema.rows_per_segment
         mode = "train" if self.model.training else "eval"
-        if earlier is not None and not is_mode_sensitive(self.model):
-            mode = str(earlier.schema.fingerprints.get("mode", mode))
+        if earlier is not None and not has_modes(self.model):
+            mode = str(earlier.block.schema.fingerprints.get("mode", mode))
         schema = gs.Schema(
             arrays=(*arrays_for(values), *gradients),
             num_rows=self.batches.num_rows,
             rows_per_segment=per_segment,
-            layers=maker.schema_layers(),
+            layers=tuple(layer.schema_layer() for layer in maker.layers),
             fingerprints={
                 "weights": weights,
                 "task": self.task.describe(),
@@ -331,6 +314,14 @@ class Replay:
             },
         )
         return FirstBatch(maker, at_once, repeatable, rows, schema)
+
+    def _check_repeatable(self, maker: RowMaker | None = None) -> bool:
+        """Return True if rows are repeatable; then some of the maker's rows are audited."""
+        first = without_columns(self.batches.first)
+        repeatable = check_repeatable(self.model, self.task, first, self.request.mode)
+        if repeatable and maker is not None:
+            maker.audit = RowAudit(self.model, self.task, self.device)
+        return repeatable
 
     def _gradient_maker(
         self, key: CaptureKey, weights: str, earlier: EarlierRun | None, adjustments: Adjustments
@@ -347,73 +338,41 @@ class Replay:
             self.task,
             batch,
             self.settings.exact if small else self.settings,
-            as_before=None if earlier is None or small else earlier.storages,
-            placed=earlier is None
-            or earlier.placed,  # a resumed run stores what the earlier one did
+            earlier=None if small else earlier,
             adjustments=adjustments,
             proof_rows=tried,
         )
         if not prepared.layers:
             raise CaptureError(
-                "nothing to capture: no chosen layer has a gradient",
+                "no chosen layer has a gradient",
                 code="capture.nothing_to_capture",
                 fix="Choose other layers, or pass uncovered='dense'.",
             )
-        # Before computing a basis, which takes long.
-        repeatable = check_repeatable(self.model, self.task, first, self.request.mode)
-        small_maker = self._coordinate_maker(prepared, key, weights, batch) if small else None
+        repeatable = self._check_repeatable()  # before computing a basis, which takes long
+        keep = self.settings.compressed
         maker: RowMaker
-        if small_maker is not None:
-            maker, at_once, tracer = small_maker, batch_size(first), small_maker.tracer
-            project, beside = small_maker.project, small_maker.basis.nbytes
-            size = small_maker.basis.size
-        else:
-            moments = None
-            if not small and self.recompute is None:  # a memory plan needs equal steps
-                moments = FirstMoments.plan(prepared, budget)
-            maker = GradientMaker(
-                prepared=prepared,
-                layers=prepared.layers,
-                watched=self.watched,
-                recompute=self.recompute,
-                device=self.device,
-                moments=moments,
+        if small and not (keep is not None and prepared.fits_exactly(keep)):
+            footprint = 0 if budget is None else coordinate_footprint(prepared, batch, rows)
+            basis_key = gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture)
+            basis = find_basis(
+                *(self.store, basis_key, self.settings, prepared, self.batches, weights),
+                budget=budget,
+                footprint=footprint,
             )
-            at_once, tracer = rows_at_once(prepared, rows), prepared.tracer
-            project, beside, size = None, 0, None
+            maker = coordinate_maker(prepared, basis, keep, self._common)
+            at_once, project, beside = batch_size(first), maker.project, basis.nbytes
+            footprint += 3 * 4 * basis.size  # coordinates by layer, together, and once more rounded
+        else:
+            maker = GradientMaker.of(prepared, **self._common)
+            if not small and self.recompute is None:  # a memory plan needs equal steps
+                maker.moments = FirstMoments.plan(prepared, budget)
+            at_once, project, beside = rows_at_once(prepared, rows), None, 0
+            footprint = 0 if budget is None else row_footprint(prepared, batch, rows)
         if repeatable:
-            maker.audit = RowAudit(self.model, self.task, self.device, tracer, project)
+            maker.audit = RowAudit(self.model, self.task, self.device, maker.tracer, project)
         if budget is not None:
-            if size is None:
-                footprint = row_footprint(prepared, batch, rows)
-            else:
-                footprint = coordinate_footprint(prepared, size, batch, rows)
             at_once = min(at_once, rows_within(budget, footprint, beside=beside))
         return maker, at_once, repeatable
-
-    def _coordinate_maker(
-        self, prepared: PreparedCapture, key: CaptureKey, weights: str, batch: Any
-    ) -> CoordinateMaker | None:
-        """Return the maker of coordinates; None if exact gradients take no more bytes."""
-        keep, budget = self.settings.compressed, self.budget
-        if keep is not None and prepared.fits_exactly(keep):
-            return None
-        rows = batch_size(batch)
-        basis = find_basis(
-            self.store,
-            gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
-            keep,
-            prepared,
-            self.batches,
-            self.device,
-            weights=weights,
-            all_layers=self.settings.layers is not None,
-            budget=budget,
-            footprint=0 if budget is None else coordinate_footprint(prepared, 0, batch, rows),
-        )
-        return coordinate_maker(
-            prepared, basis, keep, self.watched, recompute=self.recompute, device=self.device
-        )
 
     def _first_rows(self) -> Any:
         first = self.batches.first
@@ -506,15 +465,14 @@ class Replay:
             alarms.check_all_zero()
             if maker.audit is not None:
                 last = maker.make(self._first_rows(), alone=True)
-                check_first_rows(
-                    first.rows.values,
-                    last.values,
-                    1e-2,
-                    when="at the end of the capture",
-                    code="capture.model_changed",
-                    fix="Capture a model that does not change while it runs: no counters, caches or "
-                    "running means. Nothing was sealed, so delete this capture first.",
-                )
+                change = change_of_first_rows(first.rows.values, last.values, 1e-2)
+                if change:
+                    raise CaptureError(
+                        f"the first samples changed during the capture: {change}",
+                        code="capture.model_changed",
+                        fix="Capture a model without counters, caches or running means; delete this "
+                        "capture first, of which nothing was sealed.",
+                    )
             if moments is not None:
                 weights = str(schema.fingerprints["weights"])
                 means = moments.means(weights, np.concatenate(moment_ids))
@@ -546,10 +504,9 @@ class SegmentMaker:
         earlier = find_earlier_run(replay.store, key)
         if earlier is None:
             raise CaptureError(
-                "the capture was deleted while workers were computing it",
+                "the capture was deleted meanwhile",
                 code="capture.deleted",
-                path=replay.store.backend.describe(key.folder),
-                fix="Run the whole capture again.",
+                fix="Run the capture again.",
             )
         if not np.array_equal(contents, digests(replay.batches.first)):
             raise CaptureError(
@@ -558,14 +515,13 @@ class SegmentMaker:
                 fix="Let every worker read the same files; stored rows stay as they are.",
             )
         first = replay.try_first_rows(key, earlier, earlier.adjustments)
-        check_first_rows(
-            values,
-            first.rows.values,
-            1e-3,
-            when="in this worker, whose code differs from that of the process that started the capture",
-            code="capture.worker_code",
-            fix="Install the same versions of model, task and packages everywhere.",
-        )
+        change = change_of_first_rows(values, first.rows.values, 1e-3)
+        if change:
+            raise CaptureError(
+                f"the first samples differ in this worker, whose code differs: {change}",
+                code="capture.worker_code",
+                fix="Install the same versions of model, task and packages everywhere.",
+            )
         return cls(replay, key, first, stack)
 
     def make(self, segments: range) -> RowAlarms:

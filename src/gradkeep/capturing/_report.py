@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
@@ -18,8 +18,6 @@ from gradkeep.errors import CaptureError
 from gradkeep.query._gradients import select_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from torch import nn
 
@@ -37,7 +35,7 @@ class CaptureWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """Storage of one layer.
+    """Storage of one layer; of a layer that was not run, only its name, type and size.
 
     Attributes:
         name: Path of the module.
@@ -53,25 +51,18 @@ class LayerReport:
     name: str
     type: str
     parameters: int
-    positions: float
-    factor_bytes: float
-    dense_bytes: int
-    storage: Storage
-    row_bytes: float
+    positions: float = 0.0
+    factor_bytes: float = 0.0
+    dense_bytes: int = 0
+    storage: Storage | Literal[""] = ""
+    row_bytes: float = 0.0
 
 
 def report_layer(layer: LayerStorage) -> LayerReport:
     """Return the report of a layer's storage."""
-    return LayerReport(
-        name=layer.unit.name,
-        type=layer.unit.type,
-        parameters=layer.unit.size,
-        positions=layer.positions,
-        factor_bytes=layer.factor_bytes,
-        dense_bytes=layer.dense_bytes,
-        storage=layer.storage,
-        row_bytes=layer.row_bytes,
-    )
+    unit = layer.unit
+    sizes = layer.positions, layer.factor_bytes, layer.dense_bytes
+    return LayerReport(unit.name, unit.type, unit.size, *sizes, layer.storage, layer.row_bytes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -124,57 +115,39 @@ class CapturedList(TableDisplay, list[Captured]):
     def _table(self) -> ResultTable:
         caption = f"{len(self)} captures" + (", 10 shown" if len(self) > 10 else "")
         rows = [
-            [
-                report.key.split,
-                report.key.checkpoint,
-                str(report.rows),
-                format_bytes(report.bytes),
-                f"{report.seconds:.1f}",
-            ]
-            for report in self[:10]
+            [*names, str(one.rows), format_bytes(one.bytes), f"{one.seconds:.1f}"]
+            for one in self[:10]
+            for names in [(one.key.split, one.key.checkpoint)]
         ]
         columns = ["split", "checkpoint", "rows", "size", "seconds"]
         return ResultTable(caption, columns, rows, frozenset({2, 3, 4}))
 
 
-@dataclass(frozen=True, slots=True)
-class ListedLayer:
-    """A layer of a model, without its storage."""
-
-    name: str
-    type: str
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTable(Sequence["LayerReport | ListedLayer"]):
+class LayerTable(tuple[LayerReport, ...]):
     """Layers of a model; prints as a table."""
 
-    rows: tuple[LayerReport | ListedLayer, ...]
-
-    @overload
-    def __getitem__(self, index: int) -> LayerReport | ListedLayer: ...
-    @overload
-    def __getitem__(self, index: slice) -> LayerTable: ...
-    def __getitem__(self, index: int | slice) -> LayerReport | ListedLayer | LayerTable:
-        return LayerTable(self.rows[index]) if isinstance(index, slice) else self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[LayerReport | ListedLayer]:
-        return iter(self.rows)
+    __slots__ = ()
 
     def __repr__(self) -> str:
         head = ("layer", "type", "parameters", "T", "factors", "dense", "kept as", "bytes")
-        table = [_cells(row) for row in self.rows]
-        layers = [row for row in self.rows if isinstance(row, LayerReport)]
-        if not layers:
-            return text_table(head[:3], [cells[:3] for cells in table], right={2})
-        factors = format_bytes(sum(row.factor_bytes for row in layers))
-        dense = format_bytes(sum(row.dense_bytes for row in layers))
-        total = format_bytes(sum(row.row_bytes for row in layers))
-        count = str(sum(row.parameters for row in layers))
+        names = [(row.name, row.type, str(row.parameters)) for row in self]
+        if not any(row.storage for row in self):
+            return text_table(head[:3], names, right={2})
+        table = [
+            (
+                *name,
+                f"{row.positions:.4g}",
+                format_bytes(row.factor_bytes),
+                format_bytes(row.dense_bytes),
+                row.storage,
+                format_bytes(row.row_bytes),
+            )
+            for name, row in zip(names, self, strict=True)
+        ]
+        factors = format_bytes(sum(row.factor_bytes for row in self))
+        dense = format_bytes(sum(row.dense_bytes for row in self))
+        total = format_bytes(sum(row.row_bytes for row in self))
+        count = str(sum(row.parameters for row in self))
         table.append(("per sample", "", count, "", factors, dense, "", total))
         return text_table(head, table, right={2, 3, 4, 5, 7})
 
@@ -225,13 +198,13 @@ def layers(
     model = uncompiled(model)
     if batch is None:
         units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
-        return LayerTable(tuple(ListedLayer(unit.name, unit.type, unit.size) for unit in units))
+        return LayerTable(LayerReport(unit.name, unit.type, unit.size) for unit in units)
     with ready(model), in_mode(model, mode):
         device = device_of(model)
         part = to_device(rows_of(batch, 0, min(batch_size(batch), 8)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
         prepared = prepare_capture(model, task or _SumOfOutputs(), part, settings)
-    return LayerTable(tuple(report_layer(layer) for layer in prepared.layers))
+    return LayerTable(report_layer(layer) for layer in prepared.layers)
 
 
 class _SumOfOutputs(Task):
@@ -245,18 +218,3 @@ class _SumOfOutputs(Task):
             inputs = {name: value for name, value in batch.items() if name != "labels"}
         answer = find_logits(call(model, inputs))
         return answer.reshape(batch_size(batch), -1).sum(1)
-
-
-def _cells(row: LayerReport | ListedLayer) -> tuple[str, ...]:
-    if isinstance(row, ListedLayer):
-        return (row.name, row.type, str(row.parameters), "", "", "", "", "")
-    return (
-        row.name,
-        row.type,
-        str(row.parameters),
-        f"{row.positions:.4g}",
-        format_bytes(row.factor_bytes),
-        format_bytes(row.dense_bytes),
-        row.storage,
-        format_bytes(row.row_bytes),
-    )

@@ -34,9 +34,7 @@ NUMBERS = ("seq_idx", "sequence_ids", "segment_ids", "document_ids", "doc_ids")
 """Names of the document number of each token."""
 MASK, POSITIONS = "attention_mask", "position_ids"
 _FIX = (
-    "Mark where documents begin with cu_seq_lens_q, or with an attention_mask that is 0 at padding, or "
-    "pad instead of packing. If a pack is meant to be one sample, subclass the task and set "
-    "packed = True."
+    "Mark documents with cu_seq_lens_q, pad instead of packing, or set packed = True in the task."
 )
 
 
@@ -62,11 +60,7 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
             continue
         if name.startswith(BOUNDS) and value.numel() > 2:
             documents = _between(value, batch_shape(batch), batch)
-            return (
-                documents
-                if len({document.row for document in documents}) < len(documents)
-                else None
-            )
+            return documents if _has_packs(documents) else None
         if name in NUMBERS and value.dim() == 2 and bool((value != value[:, :1]).any()):
             return _runs(value, _mask(batch, value) & (value >= 0))
     mask = batch.get(MASK)
@@ -74,12 +68,16 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
         return _runs(mask, mask > 0)
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3]:
         documents = _separated_documents(mask)
-        if len({document.row for document in documents}) < len(documents):
+        if _has_packs(documents):
             return documents
     places = batch.get(POSITIONS)
     if _is_whole(places) and places.dim() == 2:
         return _restarts(places, _mask(batch, places))
     return None
+
+
+def _has_packs(documents: Sequence[Document]) -> bool:
+    return len({document.row for document in documents}) < len(documents)
 
 
 def may_pack(batch: Any) -> bool:
@@ -112,9 +110,8 @@ def batch_shape(batch: Mapping[Any, Any]) -> tuple[int, int]:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             return value.shape[0], value.shape[1]
     raise CaptureError(
-        "the batch marks documents but has no tokens",
+        f"the batch marks documents but has no tokens: {', '.join(map(str, batch))}",
         code="capture.documents_without_tokens",
-        found=f"a dict with {', '.join(map(str, batch))}",
         expected="input_ids [B, T]",
     )
 
@@ -133,23 +130,17 @@ def _between(
     for number, ends in enumerate(rows):
         falls = any(later < earlier for earlier, later in itertools.pairwise(ends))
         if len(rows) != (1 if whole else count) or ends[0] != 0 or falls or ends[-1] > width:
-            raise _unclear_documents_error(
-                f"ends of documents {ends[:8]} in {count} rows of {length} tokens"
-            )
+            raise _unclear_documents_error(f"ends {ends[:8]} in {count} rows of {length} tokens")
         first = number * length
         for start, stop in itertools.pairwise(ends):
             row, place = divmod(first + start, length)
             if place + stop - start > length:
-                raise _unclear_documents_error(
-                    f"a document of tokens {start} to {stop} in rows of {length}"
-                )
+                raise _unclear_documents_error(f"tokens {start} to {stop} in rows of {length}")
             if start < stop:  # bounds are padded with the last one
                 documents.append(Document(row, place, place + stop - start))
         behind = slice(first + ends[-1], first + width)
         if ends[-1] < width and not (known and bool((labels.reshape(-1)[behind] < 0).all())):
-            raise _unclear_documents_error(
-                f"{width - ends[-1]} tokens after the last document, or labels there"
-            )
+            raise _unclear_documents_error(f"{width - ends[-1]} tokens after the last document")
     return tuple(documents)
 
 
@@ -193,17 +184,14 @@ def _restarts(places: torch.Tensor, valid: torch.Tensor) -> tuple[Document, ...]
     if bool(wrong.any()):
         row, at = wrong.nonzero()[0].tolist()
         nearby = places[row, max(at - 2, 0) : at + 3].tolist()
-        raise _unclear_documents_error(
-            f"positions {nearby} around token {at} of a row: padding, or a short document?"
-        )
+        raise _unclear_documents_error(f"positions {nearby} around token {at} of a row")
     return _runs((second & valid).cumsum(1), valid)
 
 
 def _unclear_documents_error(reason: str) -> CaptureError:
     return CaptureError(
-        "a row holds several documents, but not where they begin",
+        f"a row holds several documents, but not where they begin: {reason}",
         code="capture.unclear_documents",
-        found=reason,
         fix=_FIX,
     )
 
@@ -354,14 +342,11 @@ class SequenceChecks:
                 wrong = (tokens < 0) | (tokens >= self.vocabulary)
                 row, place = wrong.nonzero()[0].tolist()
                 raise CaptureError(
-                    f"sample {ids[row]} has a token that the model does not know; {_NOT_STORED}",
+                    f"sample {ids[row]} has a token that the model does not know",
                     code="capture.unknown_token",
-                    found=f"token {int(tokens[row, place])} at place {place}, one of "
-                    f"{int(wrong.any(1).sum())} such rows of {len(ids)}",
+                    found=f"token {int(tokens[row, place])} at place {place}",
                     expected=f"tokens from 0 to {self.vocabulary - 1}",
-                    fix="Use the tokenizer of the model. If tokens were added to it, "
-                    "call model.resize_token_embeddings(len(tokenizer)) and train "
-                    "first.",
+                    fix="Use the tokenizer of the model; for added tokens, call resize_token_embeddings.",
                 )
         if self.positions is not None and tokens.shape[1] > self.positions:
             lengths = torch.full((len(ids),), tokens.shape[1])
@@ -369,10 +354,9 @@ class SequenceChecks:
                 lengths = torch.count_nonzero(mask, 1)
             row = int(lengths.argmax())
             raise CaptureError(
-                f"sample {ids[row]} is longer than the model can read; {_NOT_STORED}",
+                f"sample {ids[row]} is longer than the {self.positions} positions of the model",
                 code="capture.too_long",
                 found=f"{int(lengths[row])} tokens, padded to {tokens.shape[1]}",
-                expected=f"at most {self.positions}, the positions that the model has",
                 fix="Truncate, or cut documents into chunks, as in training.",
             )
         # Other tasks compute losses from something else.
@@ -387,13 +371,10 @@ class SequenceChecks:
         none = (targets == ignored).all(1)
         if bool(none.any()):
             raise CaptureError(
-                f"all labels of sample {ids[int(none.nonzero()[0])]} are "
-                f"ignored, so it has no loss; {_NOT_STORED}",
+                f"all labels of sample {ids[int(none.nonzero()[0])]} are ignored, so it has no loss",
                 code="capture.no_labels_left",
                 found=f"{int(none.sum())} of {len(ids)} rows with nothing but {ignored}",
-                fix="Leave such rows out of the data set (truncation may have cut the "
-                "answer off, or a document may have a single token), and pass ids= "
-                "to keep the others' ids.",
+                fix="Leave such rows out of the data set, and pass ids= to keep the others' ids.",
             )
         if self.vocabulary is None:
             return
@@ -401,9 +382,8 @@ class SequenceChecks:
         if bool(wrong.any()):
             row, place = wrong.nonzero()[0].tolist()
             raise CaptureError(
-                f"sample {ids[row]} has a label that is not a token of the model; {_NOT_STORED}",
+                f"label {int(targets[row, place])} of sample {ids[row]} is not a token of the model",
                 code="capture.unknown_label",
-                found=f"label {int(targets[row, place])}",
                 expected=f"0 to {self.vocabulary - 1}, or {ignored} for what is ignored",
                 fix="Use the tokenizer of the model.",
             )

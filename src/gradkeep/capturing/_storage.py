@@ -14,11 +14,11 @@ from gradkeep.errors import CaptureError
 from gradkeep.factors._bits import Bits
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._dense import Dense, DenseRows
-from gradkeep.factors._form import FactoredForm
+from gradkeep.factors._form import FactoredForm, form_to_fields
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._tied import Tied, TiedRows, places_array
-from gradkeep.store import Array, Ragged
+from gradkeep.store import Array, Layer, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,15 +61,12 @@ class Adjustments:
         """Parse the text of a schema; empty text means no adjustments."""
         known = {f.name for f in _FIELDS}
         try:
-            fields = json.loads(text) if text else {}
-            return cls(
-                **{name: frozenset(names) for name, names in fields.items() if name in known}
-            )
+            fields = json.loads(text or "{}").items()
+            return cls(**{name: frozenset(names) for name, names in fields if name in known})
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise CaptureError(
-                "the adjustments of an earlier capture cannot be read",
+                f"the adjustments of an earlier capture cannot be read: {text[:100]}",
                 code="capture.bad_adjustments",
-                found=text[:100],
                 fix="Delete that capture, or use another name=.",
             ) from None
 
@@ -96,59 +93,32 @@ class BatchMismatchError(CaptureError):
         """Further layers that no batch has used yet, if one of them ran for the first time."""
 
 
-def convert_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
-    """Convert gradients to a form, exactly; unchanged if they are factored or the form has no room."""
-    if piece.form.kind == form.kind:
-        return piece
-    if isinstance(form, Dense):
-        return LayerGradients(form, DenseRows(piece.form.restore(piece.rows)))
-    if not isinstance(piece.rows, DenseRows):
-        return piece
-    values = piece.rows.values
-    if isinstance(form, Outer) and not form.ones:
-        return LayerGradients(form, _outer(form, values))
-    if isinstance(form, Lookup):
-        return LayerGradients(form, _lookup(form, values))
+def no_gradients(
+    unit: LayerUnit, rows: int, like: Tensor, form: AnyForm | None = None
+) -> LayerGradients:
+    """Return gradients of zero in a form: no positions, or the memory of a single value."""
+
+    def no_positions(part: Outer | Lookup) -> Any:
+        offsets = torch.zeros(rows + 1, dtype=torch.int64)
+        if isinstance(part, Outer):
+            return OuterRows(like.new_empty(0, part.d_in), like.new_empty(0, part.d_out), offsets)
+        ids = torch.empty(0, dtype=torch.int64, device=like.device)
+        return LookupRows(ids, like.new_empty(0, part.width), offsets)
+
     if isinstance(form, Tied):
-        return LayerGradients(form, _tied(form, values))
-    return piece
+        both = no_positions(form.lookup), no_positions(form.outer)
+        return LayerGradients(form, TiedRows(*both))
+    if isinstance(form, Lookup) or (isinstance(form, Outer) and not form.ones):
+        return LayerGradients(form, no_positions(form))
+    values = like.new_zeros(()).expand(rows, unit.size)
+    return dense_gradients(unit.name, unit.parameters, values)
 
 
-def _outer(form: Outer, values: Tensor) -> OuterRows:
-    """Use one position per input of the layer, and one for the bias; none for zero gradients."""
-    rows, used = len(values), (values != 0).any(1)
-    size = form.d_in * form.d_out
-    shape = (-1, form.d_in, form.d_out) if form.transposed else (-1, form.d_out, form.d_in)
-    weight = values[used, :size].reshape(shape)
-    g = weight if form.transposed else weight.mT  # [U, d_in, d_out]
-    x = torch.eye(form.d_in, dtype=values.dtype, device=values.device).expand(len(g), -1, -1)
-    if form.bias:
-        rest = values[used, size:] - g.sum(1)
-        g = torch.cat([g, rest.unsqueeze(1)], 1)
-        x = torch.cat([x, x.new_zeros(len(g), 1, form.d_in)], 1)
-    each = torch.zeros(rows, dtype=torch.int64)
-    each[used.cpu()] = g.shape[1]
-    return OuterRows(x.reshape(-1, form.d_in), g.reshape(-1, form.d_out), _offsets(each))
-
-
-def _lookup(form: Lookup, values: Tensor) -> LookupRows:
-    """Use one token for each nonzero row of the table."""
-    table = values[:, : form.rows * form.width].reshape(len(values), form.rows, form.width)
-    used = (table != 0).any(2)
-    row, ids = used.nonzero(as_tuple=True)
-    return LookupRows(ids, table[row, ids], _offsets(used.sum(1).cpu()))
-
-
-def _tied(form: Tied, values: Tensor) -> TiedRows:
-    """Store the table as tokens, and the bias as a position without an input."""
-    size = form.lookup.rows * form.lookup.width
-    outer = torch.zeros_like(values)
-    outer[:, size:] = values[:, size:]
-    return TiedRows(_lookup(form.lookup, values), _outer(form.outer, outer))
-
-
-def _offsets(each: Tensor) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)])
+def convert_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
+    """Multiply out gradients of a layer that is dense in other batches."""
+    if piece.form.kind == form.kind or not isinstance(form, Dense):
+        return piece
+    return LayerGradients(form, DenseRows(piece.form.restore(piece.rows)))
 
 
 ALIASES: dict[str, Storage | None] = {
@@ -188,16 +158,20 @@ class LayerStorage:
         """Bytes of the dense gradient in float32."""
         return 4 * self.unit.size
 
+    def schema_layer(self) -> Layer:
+        """Return the layer for a schema."""
+        unit = self.unit
+        return Layer(unit.name, unit.type, unit.size, form_to_fields(self.form))
+
 
 def parse_storage(keep: str) -> Storage | None:
     """Return the storage with this name; None for the smallest."""
     if keep not in ALIASES:
         raise CaptureError(
-            "keep is not the name of a storage",
+            f"keep is not the name of a storage: {keep!r}",
             code="capture.unknown_keep",
-            found=repr(keep),
             expected=", ".join(ALIASES),
-            fix="Leave keep out to store every layer in the smallest exact form.",
+            fix="Leave keep out for the smallest exact form.",
         )
     return ALIASES[keep]
 
@@ -229,7 +203,7 @@ def choose_storage(
             storages = [forced]
         elif forced == "low rank" and tolerance <= 0:
             raise CaptureError(
-                "tolerance is missing, and keep='low rank' needs it",
+                "keep='low rank' needs a tolerance",
                 code="capture.tolerance_missing",
                 fix="Pass tolerance=1e-3, the largest relative error of a gradient.",
             )
@@ -387,23 +361,17 @@ def _drop_idle_positions(
     positions by layer.
     """
     used_positions: dict[LayerUnit, torch.Tensor] = {}
-    groups: dict[str, list[LayerStorage]] = {}
+    groups: dict[str, dict[LayerUnit, Any]] = {}
     for layer in layers:
         if isinstance(layer.form, Outer) and layer.storage == "factors":
-            groups.setdefault(layer.form.prefix, []).append(layer)
-    for group in groups.values():
-        members: dict[LayerUnit, OuterRows] = {}
-        for layer in group:
-            rows = factors[layer.unit]
-            assert isinstance(rows, OuterRows)
-            members[layer.unit] = rows
+            groups.setdefault(layer.form.prefix, {})[layer.unit] = factors[layer.unit]
+    for members in groups.values():
         owner, first = next(iter(members.items()))
         for unit, rows in members.items():
             same = _is_same(pieces[unit].source, pieces[owner].source)
             if unit is not owner and not same and not torch.equal(rows.x, first.x):
                 raise BatchMismatchError(
-                    f"layers {owner.name} and {unit.name} read the same input in "
-                    "the first batch, but not in this one",
+                    f"layers {owner.name} and {unit.name} no longer read the same input",
                     Adjustments(dense=frozenset({unit.name})),
                     code="capture.prefix_not_shared",
                     fix="Capture them one by one, with layers= and another name=.",
@@ -436,10 +404,11 @@ def _with_shared_prefix(layer: LayerStorage, owner: LayerStorage) -> LayerStorag
 def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return False
-    if one.is_meta:
-        return one is other  # meta tensors have no addresses
-    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return one is other or (same and one.shape == other.shape and one.dtype == other.dtype)
+    places = [  # by storages: fake tensors have no addresses
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
+        for t in (one, other)
+    ]
+    return one is other or places[0] == places[1]
 
 
 def _check_same(layer: LayerStorage, form: AnyForm) -> None:
@@ -451,30 +420,24 @@ def _check_same(layer: LayerStorage, form: AnyForm) -> None:
             f"layer {layer.unit.name} has another shape in this batch than in the first one",
             Adjustments(dense=frozenset({layer.unit.name})),
             code="capture.shape_changed",
-            found=str(form),
-            expected=str(expected),
             fix=f"Pass keep={{{layer.unit.name!r}: 'dense'}}, whose size is fixed.",
         )
 
 
 def _with_offsets(layer: LayerStorage, rows: GradientRows) -> GradientRows:
     """Add or remove the number of positions per row, as the layer's arrays require."""
-    if isinstance(rows, TiedRows) or not isinstance(rows, OuterRows):
-        return rows
     ragged = any(array.ragged for array in layer.arrays if array.name in layer.form.arrays)
-    if rows.offsets is None:
-        with_offsets = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
-        return with_offsets if ragged else rows
-    if ragged:
+    if not isinstance(rows, OuterRows) or ragged == (rows.offsets is not None):
         return rows
+    if rows.offsets is None:
+        return OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
     if bool((rows.offsets.diff() == 1).all()):
         return OuterRows(rows.x, rows.g)
     raise BatchMismatchError(
         f"layer {layer.unit.name} has several positions per row in this batch",
         Adjustments(ragged=frozenset({layer.unit.name})),
         code="capture.several_positions",
-        fix="Begin with a batch of sequences longer than one, or pass "
-        f"keep={{{layer.unit.name!r}: 'dense'}}.",
+        fix=f"Begin with longer sequences, or pass keep={{{layer.unit.name!r}: 'dense'}}.",
     )
 
 

@@ -59,14 +59,12 @@ def _call_products(
     if suffix.dim() != 3 or suffix.shape[:2] != (rows, tokens):
         return None
     if unit.rule == "norm":
-        terms = norm_terms(call, unit.parameters, rows=rows, axis=unit.axis)
+        terms = norm_terms(unit, call, rows)
         return None if terms is None else torch.einsum("kp,btp->kbt", directions.to(terms), terms)
     if unit.rule in ("embedding", "tied") and isinstance(call.module, nn.Embedding):
         return _embedding_products(unit, call, suffix, directions)
     if unit.rule in ("linear", "tied") and is_linear(call.module):
-        piece = linear_gradients(
-            unit.name, call.module, unit.parameters, [call], rows=rows, axis=unit.axis
-        )
+        piece = linear_gradients(unit, [call], rows)
         factors = piece.rows.widened()
         assert isinstance(piece.form, FactoredForm)
         parts = piece.form.along_positions(factors, directions.to(factors.example))
@@ -129,13 +127,9 @@ def replay_tokens(
     or contents raise. Cost: one forward and backward pass over the chosen rows, 2 K T P operations for each,
     and all K directions in memory.
     """
-    _check(train, task)
+    _check_task(train, task)
     if not len(train_ids):
-        raise CaptureError(
-            "train_ids is empty",
-            code="capture.no_train_ids",
-            fix="Pass the ids of some training rows.",
-        )
+        raise CaptureError("train_ids is empty", code="capture.no_train_ids")
     facts: Any = train.block.schema.fingerprints
     model, mode = uncompiled(model), facts.get("mode")
     with ready(model), in_mode(model, mode):
@@ -143,13 +137,11 @@ def replay_tokens(
             raise CaptureError(
                 f"the model does not have the weights that {train.key.split} was captured with",
                 code="capture.other_weights",
-                found=f"checkpoint {train.key.checkpoint}",
-                fix="Load that checkpoint into the model first.",
+                fix=f"Load checkpoint {train.key.checkpoint} into the model first.",
             )
         if has_active_dropout(model):
             raise CaptureError(
-                f"{train.key.split} was captured in train mode with random "
-                "numbers, so its rows cannot be reproduced",
+                f"{train.key.split} was captured at random, so its rows cannot be reproduced",
                 code="capture.random_rows",
                 fix="Capture with mode='eval'.",
             )
@@ -158,7 +150,13 @@ def replay_tokens(
         probe = to_device(rows_of(first, 0, min(2, batch_size(first))), device)
         prepared = prepare_capture(model, task, probe, CaptureSettings(of=facts.get("of")))
         units = [unit for unit in prepared.tracer.units if unit.name in train.forms]
-        _check(train, task, units)
+        missing = sorted(set(train.forms) - {unit.name for unit in units})
+        if missing:
+            names = ", ".join(missing[:4])
+            raise CaptureError(
+                f"the model lacks layers of {train.key.split}: {names}",
+                code="capture.missing_layers",
+            )
         forms = {unit: prepared.pieces[unit].form for unit in units}
         replay = _TokenReplay(
             dataclasses.replace(prepared.tracer, units=units),
@@ -200,9 +198,8 @@ class _TokenReplay:
         measured, target, calls = tracer.forward(watched_modules(list(tracer.units)), batch)
         if measured.tokens is None:
             raise CaptureError(
-                "the task has no tokens",
+                f"the task has no tokens: {tracer.task.describe()}",
                 code="capture.no_tokens",
-                found=tracer.task.describe(),
                 fix="Use gk.LanguageModeling, or a task whose measure returns tokens [B, T].",
             )
         fill(calls, target)
@@ -251,7 +248,6 @@ def _dense_directions(
             "the basis of these coordinates is not in the store",
             code="capture.basis_missing",
             path=store.location,
-            found=f"{len(bases)} other bases",
             fix="Use the store that the rows were captured in.",
         )
     dense = {}
@@ -273,8 +269,7 @@ def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any,
             raise CaptureError(
                 f"the data of sample {changed[0]} has changed since {train.key.split} was captured",
                 code="capture.rows_changed",
-                fix="Pass the loader of the capture, with loader_ids= and columns= as "
-                "the capture had them.",
+                fix="Pass the loader of the capture, with its loader_ids= and columns=.",
             )
         yield own, without_columns(batch)
 
@@ -296,21 +291,17 @@ def _chosen_rows(
         if not missing:
             return
     raise CaptureError(
-        "the loader does not deliver all requested rows",
+        f"the loader does not deliver all requested rows: no sample {sorted(missing)[:5]}",
         code="capture.rows_missing",
-        found=f"no sample {sorted(missing)[:5]}",
         fix="Pass the loader that the rows were captured from.",
     )
 
 
-def _check(train: Gradients, task: object, units: Sequence[LayerUnit] | None = None) -> None:
-    """Raise unless the task, and the layers, are those of the capture."""
+def _check_task(train: Gradients, task: object) -> None:
+    """Raise unless the task is that of the capture."""
     if not isinstance(task, Task):
         raise CaptureError(
-            "task must be a gk.Task",
-            code="capture.not_a_task",
-            found=type(task).__name__,
-            fix="Pass the task of the capture.",
+            f"task must be a gk.Task, not {type(task).__name__}", code="capture.not_a_task"
         )
     captured = train.block.schema.fingerprints.get("task")
     if captured != task.describe():
@@ -319,12 +310,4 @@ def _check(train: Gradients, task: object, units: Sequence[LayerUnit] | None = N
             code="capture.other_task",
             found=task.describe(),
             expected=str(captured),
-        )
-    missing = sorted(set(train.forms) - {unit.name for unit in units}) if units is not None else []
-    if missing:
-        raise CaptureError(
-            f"the model lacks layers that {train.key.split} was captured with",
-            code="capture.missing_layers",
-            found=f"no {', '.join(missing[:4])}",
-            fix="Pass the model of the capture.",
         )

@@ -12,9 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradkeep.capturing._batches import batch_size, to_device
-from gradkeep.capturing._storage import Adjustments, BatchMismatchError, convert_form
-from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
-from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
+from gradkeep.capturing._storage import Adjustments, BatchMismatchError, convert_form, no_gradients
+from gradkeep.capturing.rules._layers import (
+    LayerGradients,
+    dense_gradients,
+    module_gradients,
+    whole_model_gradients,
+)
 from gradkeep.capturing.rules._rules import (
     DENSE_RULES,
     calls_by_module,
@@ -119,15 +123,10 @@ def watching(
             args = (inputs[0].detach(),)
         else:
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        call = LayerCall(
-            module=module,
-            args=args,
-            kwargs=kwargs,
-            shapes=tuple(t.shape for t in outputs),
-            input_shape=inputs[0].shape if inputs else torch.Size(),
-            edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
-            original=inputs[0] if inputs else None,
-        )
+        shapes, original = tuple(t.shape for t in outputs), inputs[0] if inputs else None
+        shape = torch.Size() if original is None else original.shape
+        edges = () if by_hooks else tuple(get_gradient_edge(t) for t in outputs)
+        call = LayerCall(module, args, kwargs, shapes, shape, edges, original=original)
         if by_hooks:
             call.suffixes = [None] * len(outputs)
             for index, tensor in enumerate(outputs):
@@ -312,7 +311,7 @@ class Tracer:
             with within(own):
                 return self._run(own, None, reducer, light)
         except _UnprovedError as unproved:
-            ran = unproved.ran
+            (ran,) = unproved.args
         assert self.proofs is not None
         rules = self.proofs.prove(self, self.units, batch_copy(), ran)
         own = batch_copy()
@@ -320,11 +319,7 @@ class Tracer:
             return self._run(own, rules, reducer, light)
 
     def _run(
-        self,
-        batch: Any,
-        rules: Rules | None,
-        reducer: Reducer | None,
-        light: Collection[nn.Module],
+        self, batch: Any, rules: Rules | None, reducer: Reducer | None, light: Collection[nn.Module]
     ) -> Traced:
         rows, proofs = batch_size(batch), self.proofs
         assert proofs is not None, "a tracer runs once its rules are proved"
@@ -362,28 +357,24 @@ class Tracer:
                 fix="Leave the layer out, or begin with a batch that uses it.",
             )
         rerun: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
-        whole: dict[LayerUnit, LayerUnit] = {}
         with torch.no_grad():
             for unit in self.units:
                 rule = rules[unit]
                 if unit in reduced:
                     continue
                 if rule is None:
-                    pieces[unit] = no_gradients(unit, rows, target)
-                elif rule.rule in ("module", "one by one"):
-                    rerun.setdefault((rule.modules[0], rule.rule, rule.axis), {})[rule] = unit
-                elif rule.rule == "whole":
-                    whole[rule] = unit
+                    pieces[unit] = no_gradients(unit, rows, target.detach(), proofs.forms[unit])
+                elif rule.rule in DENSE_RULES:  # all units of a module, or of the model, at once
+                    module = None if rule.rule == "whole" else rule.modules[0]
+                    rerun.setdefault((module, rule.rule, rule.axis), {})[rule] = unit
                 else:
                     pieces[unit] = unit_gradients(rule, calls_of(rule, by_module), rows=rows)
-            for units in rerun.values():
-                own = calls_of(next(iter(units)), by_module)
-                dense = module_gradients(list(units), own, rows=rows)
+            for (module, *_), units in rerun.items():
+                if module is None:
+                    dense = whole_model_gradients(list(units), self.measure, batch, rows=rows)
+                else:
+                    dense = module_gradients(list(units), by_module.get(module, ()), rows=rows)
                 pieces |= {units[rule]: piece for rule, piece in dense.items()}
-        if whole:
-            dense = whole_model_gradients(list(whole), self.measure, batch, rows=rows)
-            pieces |= {whole[rule]: piece for rule, piece in dense.items()}
-        with torch.no_grad():
             for unit in self.units:
                 if unit not in reduced:
                     pieces[unit] = convert_form(pieces[unit], proofs.forms[unit])
@@ -442,17 +433,7 @@ class Tracer:
 
 
 class _UnprovedError(Exception):
-    """A batch has a call pattern without a proved rule."""
-
-    def __init__(self, ran: list[LayerUnit]) -> None:
-        super().__init__()
-        self.ran = ran
-
-
-def no_gradients(unit: LayerUnit, rows: int, like: torch.Tensor) -> LayerGradients:
-    """Return gradients of zero, in the memory of a single value."""
-    values = torch.zeros((), dtype=like.dtype, device=like.device).expand(rows, unit.size)
-    return dense_gradients(unit.name, unit.parameters, values)
+    """A batch has a call pattern without a proved rule; its argument is the list of units that ran."""
 
 
 def is_reached(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
@@ -504,31 +485,29 @@ def empty_gradients(piece: LayerGradients) -> LayerGradients:
     return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(values))
 
 
+@dataclass(slots=True, eq=False)
 class _Reduction:
     """Reduce each unit's gradients when all calls of its modules have their suffixes.
 
     The calls of a module that belongs to several units are freed with the last of them.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        calls: Mapping[nn.Module, list[LayerCall]],
-        measured: Measured,
-        rules: Rules,
-        forms: Mapping[LayerUnit, AnyForm],
-        rows: int,
-    ) -> None:
-        self._reducer, self._measured, self._rules, self._rows = reducer, measured, rules, rows
-        self._forms, self._calls = forms, calls
-        self._pieces: dict[LayerUnit, LayerGradients] = {}
-        self._waiting: dict[nn.Module, set[LayerUnit]] = {}
-        self._missing: dict[LayerUnit, int] = {}
-        for unit in reducer.units:
-            rule = rules[unit]
+    _reducer: Reducer
+    _calls: Mapping[nn.Module, list[LayerCall]]
+    _measured: Measured
+    _rules: Rules
+    _forms: Mapping[LayerUnit, AnyForm]
+    _rows: int
+    _pieces: dict[LayerUnit, LayerGradients] = field(default_factory=dict)
+    _waiting: dict[nn.Module, set[LayerUnit]] = field(default_factory=dict)
+    _missing: dict[LayerUnit, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for unit in self._reducer.units:
+            rule = self._rules[unit]
             if rule is None or rule.rule in DENSE_RULES:
                 continue
-            self._missing[unit] = len(calls_of(rule, calls))
+            self._missing[unit] = len(calls_of(rule, self._calls))
             for module in rule.modules:
                 self._waiting.setdefault(module, set()).add(unit)
 

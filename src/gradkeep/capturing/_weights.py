@@ -76,12 +76,7 @@ def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
         return _unwrapped(source)
     path = Path(source)
     if not path.exists():
-        raise CaptureError(
-            "the checkpoint does not exist",
-            code="capture.no_checkpoint",
-            path=path,
-            fix="Check the path.",
-        )
+        raise CaptureError("the checkpoint does not exist", code="capture.no_checkpoint", path=path)
     if path.is_dir():
         return _from_folder(path)
     state = _from_file(path)
@@ -98,11 +93,9 @@ def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
                 merged.update(load_weights(path / part))
             return merged
     raise CaptureError(
-        "the folder holds no weights",
+        f"the folder holds no weights: none of {', '.join((*_IN_FOLDERS, *_ADAPTER_FILES))}",
         code="capture.no_weights_in_folder",
         path=path,
-        found=", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing",
-        expected=f"one of {', '.join(_IN_FOLDERS)}, or adapter_model.safetensors",
     )
 
 
@@ -114,10 +107,7 @@ def _from_file(path: Path) -> Mapping[str, torch.Tensor]:
     loaded = _torch_load(path, "checkpoint", "torch.save(model.state_dict(), path)")
     if not isinstance(loaded, Mapping):
         raise CaptureError(
-            "the checkpoint holds no state dict",
-            code="capture.no_state_dict",
-            path=path,
-            found=type(loaded).__name__,
+            "the checkpoint holds no state dict", code="capture.no_state_dict", path=path
         )
     return _unwrapped(loaded)
 
@@ -127,10 +117,9 @@ def _torch_load(path: Path, name: str, saved: str, **options: Any) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, **options)
     except Exception as error:
         raise CaptureError(
-            f"the {name} cannot be read",
+            f"the {name} cannot be read: {str(error).splitlines()[0][:200]}",
             code="capture.unreadable_checkpoint",
             path=path,
-            found=str(error).splitlines()[0][:200],
             fix=f"Save it with {saved}.",
         ) from error
 
@@ -138,25 +127,13 @@ def _torch_load(path: Path, name: str, saved: str, **options: Any) -> Any:
 def _settings(file: Path) -> dict[str, Any]:
     """Read `adapter_config.json` beside a file of weights; empty if there is none."""
     path = file.parent / "adapter_config.json"
-    if not path.exists():
-        return {}
     try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        return dict(settings.items())
+    except (ValueError, AttributeError) as error:
         raise CaptureError(
-            "the file is not valid JSON",
-            code="capture.adapter_not_json",
-            path=path,
-            found=str(error)[:200],
+            f"the file is not a JSON object: {error}", code="capture.adapter_not_json", path=path
         ) from error
-    if not isinstance(settings, dict):
-        raise CaptureError(
-            "the settings of the adapter are not a JSON object",
-            code="capture.adapter_settings",
-            path=path,
-            found=type(settings).__name__,
-        )
-    return settings
 
 
 def _unwrapped(loaded: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -173,16 +150,13 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
     Weights of an adapter alone replace those of the model's adapter; all others stay.
     """
     own = model.state_dict()
-    offloaded = [
-        key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta
-    ]
+    offloaded = [key for key, value in own.items() if getattr(value, "is_meta", False)]
     if offloaded:
         raise CaptureError(
-            f"checkpoint {name} cannot be loaded into a model whose weights are offloaded",
+            f"checkpoint {name} cannot be loaded into offloaded weights",
             code="capture.offloaded_model",
             found=f"{len(offloaded)} offloaded weights, such as {offloaded[0]}",
-            fix="Load the checkpoint into the model before it is offloaded, and capture "
-            "one checkpoint at a time: checkpoints='name'.",
+            fix="Load the checkpoint before the model is offloaded, and capture one at a time.",
         )
     bare = any(_BARE.search(key) for key in state) and not any(key in own for key in state)
     if bare or isinstance(state, AdapterWeights):
@@ -238,11 +212,9 @@ def _tied_weights(
         for key in present[1:]:
             if not torch.equal(state[present[0]], state[key]):
                 raise CaptureError(
-                    f"the weights of checkpoint {checkpoint} do not fit the "
-                    "model; nothing was loaded",
+                    f"checkpoint {checkpoint} does not fit the model; nothing was loaded",
                     code="capture.tied_weights_differ",
-                    found=f"other values for {present[0]} than for {key}, one parameter "
-                    "in the model",
+                    found=f"other values for {present[0]} than for {key}, one parameter in the model",
                     fix="Untie them in the model, or load the checkpoint that belongs to it.",
                 )
         if present:
@@ -281,13 +253,11 @@ def _with_adapter(
             f"checkpoint {checkpoint} is another adapter than the model's; nothing was loaded",
             code="capture.other_adapter",
             found=f"missing {missing[:4]}, unknown {unknown[:4]}",
-            fix="Give the model an adapter of the same kind and for the same modules "
-            "(target_modules=, modules_to_save=, use_dora=).",
+            fix="Give the model an adapter with the same target_modules= and modules_to_save=.",
         )
     if shapes:
         raise CaptureError(
-            f"checkpoint {checkpoint} is an adapter of another rank, or for a "
-            "base model of another size; nothing was loaded",
+            f"checkpoint {checkpoint} is an adapter of another rank, or for another size; nothing was loaded",
             code="capture.adapter_shapes",
             found=f"other shapes {shapes[:4]}",
             fix="Give the model an adapter with r= as in the folder, on its base model.",
@@ -301,15 +271,13 @@ def _adapter_name(model: Any, own: Mapping[str, Any], *, checkpoint: str) -> str
         raise CaptureError(
             f"checkpoint {checkpoint} is an adapter, but the model has none; nothing was loaded",
             code="capture.model_without_adapter",
-            found=type(model).__name__,
-            fix="Wrap the base model first: PeftModel.from_pretrained(model, folder, "
-            "is_trainable=True).",
+            fix="Wrap the model first: PeftModel.from_pretrained(model, folder, is_trainable=True).",
         )
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None)
     active = active() if callable(active) else active
     active = [active] if isinstance(active, str) else active
-    if len(names) > 1 and isinstance(active, list) and len(active) == 1:
-        names = [str(active[0])] if active[0] in names else names
+    if isinstance(active, list) and len(active) == 1 and active[0] in names:
+        names = [str(active[0])]
     if len(names) > 1:
         raise CaptureError(
             f"checkpoint {checkpoint}: the model has several adapters; nothing was loaded",
@@ -337,22 +305,20 @@ def _check_settings(model: Any, adapter: str, settings: Mapping[str, Any], check
     kind = (settings.get("auto_mapping") or {}).get("base_model_class")
     base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = {parent.__name__ for parent in type(base_model).__mro__}
-    names = [os.path.basename(str(name).rstrip("/")) for name in (base, own_base)]
+    names = [Path(str(name)).name for name in (base, own_base)]
     if (base and own_base and names[0] != names[1]) or (kind and kind not in kinds):
         raise CaptureError(
             f"checkpoint {checkpoint} is an adapter of another base model; nothing was loaded",
             code="capture.adapter_base",
             found=f"an adapter for {base or kind}",
             expected=f"one for {own_base or type(base_model).__name__}",
-            fix="Load the base model that it was trained on. If that has only moved, "
-            "correct base_model_name_or_path in adapter_config.json.",
+            fix="Load its base model, or correct base_model_name_or_path in adapter_config.json.",
         )
     values = {name: getattr(own, name) for name in _SETTINGS if hasattr(own, name)}
-    values = {name: getattr(value, "value", value) for name, value in values.items()}
     other = [
         f"{name}={settings[name]!r} for {value!r}"
         for name, value in values.items()
-        if name in settings and settings[name] != value
+        if name in settings and settings[name] != getattr(value, "value", value)
     ]
     if other:
         raise CaptureError(
@@ -438,7 +404,7 @@ def read_adam(
             code="capture.no_second_moments",
             path=path,
             found=", ".join(map(str, some)) or "no state: it has not taken a step",
-            expected="exp_avg, exp_avg_sq and step of every parameter, as Adam and AdamW have them",
+            expected="exp_avg, exp_avg_sq and step of every parameter, as Adam has them",
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     order_names = None if names is None else texts("names", names, error=CaptureError)
@@ -483,20 +449,14 @@ def _read_optimizer(source: Any) -> tuple[Mapping[str, Any], Path | None]:
                 "there is no saved optimizer",
                 code="capture.no_optimizer",
                 path=path,
-                expected=f"a Trainer's folder with {_OPTIMIZER}, or a file of optimizer.state_dict()",
-                fix="Train without save_only_model=True, or save the optimizer's state yourself.",
+                fix="Train without save_only_model=True, or save optimizer.state_dict() yourself.",
             )
         saved = "torch.save(optimizer.state_dict(), path)"
         state = _torch_load(path, "state of the optimizer", saved, mmap=True)
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
-        keys = isinstance(state, Mapping) and f"a dict with {', '.join(map(str, state))[:80]}"
         raise CaptureError(
-            "this is not the state of an optimizer",
-            code="capture.not_an_optimizer",
-            path=path,
-            found=keys or type(state).__name__,
-            expected="state and param_groups, as optimizer.state_dict() gives them",
+            "this is not optimizer.state_dict()", code="capture.not_an_optimizer", path=path
         )
     return state, path
 

@@ -12,8 +12,10 @@ from gradkeep._public import lazy_names
 if TYPE_CHECKING:
     from gradkeep.integrations._lightning import GradkeepLightningCallback
     from gradkeep.integrations._loggers import write_tensorboard, write_wandb
-    from gradkeep.integrations._recorder import GradkeepTrainerRecorder
-    from gradkeep.integrations._transformers import GradkeepTrainerCallback
+    from gradkeep.integrations._transformers import (
+        GradkeepTrainerCallback,
+        GradkeepTrainerRecorder,
+    )
 
 __all__ = [
     "GradkeepLightningCallback",
@@ -28,7 +30,7 @@ __getattr__ = lazy_names(
     {
         "GradkeepLightningCallback": f"{__name__}._lightning",
         "GradkeepTrainerCallback": f"{__name__}._transformers",
-        "GradkeepTrainerRecorder": f"{__name__}._recorder",
+        "GradkeepTrainerRecorder": f"{__name__}._transformers",
         "write_tensorboard": f"{__name__}._loggers",
         "write_wandb": f"{__name__}._loggers",
     },

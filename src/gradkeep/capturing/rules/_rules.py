@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gradkeep.capturing.rules._any_module import module_gradients
 from gradkeep.capturing.rules._layers import (
     convolution_gradients,
     embedding_gradients,
@@ -16,6 +15,7 @@ from gradkeep.capturing.rules._layers import (
     is_linear,
     is_norm,
     linear_gradients,
+    module_gradients,
     norm_gradients,
     runs_as,
     tied_gradients,
@@ -41,10 +41,10 @@ _TIED = "tied"
 class LayerRule:
     """Computes the gradients of one kind of module from its calls.
 
-    `gradients(name, module, parameters, calls, rows=B, axis=axis)` returns `LayerGradients` of B samples:
-    `calls` hold each call's input and the gradient at its output (`call.input`, `call.suffix()`), `axis` is the
-    dimension that counts the samples (`by_sample` moves it to the front), and `parameters` name the weights in
-    the order of `module.parameters()`.
+    `gradients(unit, calls, rows)` returns `LayerGradients` of that many samples: `calls` hold each call's input
+    and the gradient at its output (`call.input`, `call.suffix()`), `unit.axis` is the dimension that counts the
+    samples (`by_sample` moves it to the front), and `unit.parameters` name the weights in the order of
+    `module.parameters()`.
 
     Attributes:
         name: Unique name of the rule.
@@ -84,17 +84,13 @@ def register_layer_rule(rule: LayerRule) -> None:
     """
     if not isinstance(rule, LayerRule):
         raise CaptureError(
-            "rule must be a gk.LayerRule",
-            code="capture.not_a_rule",
-            found=type(rule).__name__,
-            fix="Pass gk.LayerRule(name, applies, gradients).",
+            f"rule must be a gk.LayerRule, not {type(rule).__name__}", code="capture.not_a_rule"
         )
     taken = [_TIED, *DENSE_RULES, *(known.name for known in _RULES)]
     if rule.name in taken:
         raise CaptureError(
             f"a layer rule {rule.name!r} exists already",
             code="capture.rule_exists",
-            found=", ".join(taken),
             fix="Use another name.",
         )
     _RULES.insert(0, rule)
@@ -126,15 +122,12 @@ def unit_gradients(unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int) ->
     """Compute the gradients of B samples for a unit whose modules made these calls."""
     gradients: LayerGradients
     if unit.rule == _TIED:
-        gradients = tied_gradients(unit, calls, rows=rows, axis=unit.axis)
+        gradients = tied_gradients(unit, calls, rows)
     elif unit.rule in DENSE_RULES:
         gradients = module_gradients([unit], calls, rows=rows)[unit]
     else:
         rule = next(rule for rule in _RULES if rule.name == unit.rule)
-        module: Any = unit.modules[0]
-        gradients = rule.gradients(
-            unit.name, module, unit.parameters, calls, rows=rows, axis=unit.axis
-        )
+        gradients = rule.gradients(unit, calls, rows)
     if gradients.form.gradient_size != unit.size:
         raise ValueError("the rule computes another number of values than the layer has")
     return gradients
@@ -203,46 +196,26 @@ def units_of(model: nn.Module) -> list[LayerUnit]:
             continue
         modules = [module for _, module, _ in held]
         paths = [path for path, _, _ in held]
-        own = [
-            (path, name, weight)
-            for path, module in zip(paths, modules, strict=True)
-            for name, weight in module.named_parameters(recurse=False)
-            if weight.requires_grad
-        ]
         weights: dict[nn.Parameter, str] = {}
-        for path, name, weight in own:
-            if weight not in taken:
-                weights.setdefault(weight, f"{path}.{name}" if path else name)
+        for path, module in zip(paths, modules, strict=True):
+            for name, weight in module.named_parameters(path, recurse=False):
+                if weight.requires_grad and weight not in taken:
+                    weights.setdefault(weight, name)
         taken |= set(weights)
+        names = [name.rsplit(".", 1)[-1] for name in weights.values()]
+        rule = rule_for(modules[0], names) or "module"
+        if len(held) > 1:
+            rule = _TIED if _is_tied_head(modules, weights) else "whole"
+        elif any(len(holders[weight]) > 1 for weight in weights):
+            rule = "whole"  # another module holds a second weight of this one
+        parameters = tuple(Parameter(name, tuple(w.shape)) for w, name in weights.items())
         units.append(
             LayerUnit(
-                name=paths[0] or ROOT,
-                modules=tuple(modules),
-                weights=tuple(weights),
-                parameters=tuple(
-                    Parameter(name, tuple(weight.shape)) for weight, name in weights.items()
-                ),
-                rule=_rule(modules, weights, shared=len(held) > 1, holders=holders),
+                *(paths[0] or ROOT, tuple(modules), tuple(weights), parameters, rule),
                 also=tuple(paths[1:]),
             )
         )
     return units
-
-
-def _rule(
-    modules: Sequence[nn.Module],
-    weights: dict[nn.Parameter, str],
-    *,
-    shared: bool,
-    holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]],
-) -> str:
-    if shared:
-        return "tied" if _is_tied_head(modules, weights) else "whole"
-    module = modules[0]
-    if any(len(holders[weight]) > 1 for weight in weights):
-        return "whole"  # another module holds a second weight of this one
-    names = [name.rsplit(".", 1)[-1] for name in weights.values()]
-    return rule_for(module, names) or "module"
 
 
 def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]) -> bool:
@@ -276,17 +249,15 @@ def calls_of(unit: LayerUnit, calls: Mapping[nn.Module, Sequence[LayerCall]]) ->
     return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
-def find_called_parent(
-    model: nn.Module, unit: LayerUnit, ran: set[nn.Module]
-) -> tuple[str, nn.Module] | None:
-    """Find the nearest called module around a unit; torch reads some weights without calling their module."""
+def find_called_module(
+    model: nn.Module, unit: LayerUnit, calls: Mapping[nn.Module, Any]
+) -> nn.Module | None:
+    """Find a unit's module, or the nearest called one around it: torch reads some weights without a call."""
+    if unit.modules[0] in calls:
+        return unit.modules[0]
     parts = [] if unit.name == ROOT and unit.modules[0] is model else unit.name.split(".")
-    for length in range(len(parts) - 1, -1, -1):
-        path = ".".join(parts[:length])
-        module = model.get_submodule(path)
-        if module in ran:
-            return path, module
-    return None
+    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1))
+    return next((module for module in around if module in calls), None)
 
 
 def tensors(units: Sequence[LayerUnit]) -> list[torch.Tensor]:

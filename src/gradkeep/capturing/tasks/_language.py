@@ -78,10 +78,8 @@ class LanguageModeling(Task):
         whole = isinstance(ends, tuple | list) and len(ends) == 2
         if not whole or any(e is not None and type(e) is not int for e in ends):
             raise CaptureError(
-                "span must be (start, stop)",
+                f"span must be (start, stop) or the name of a batch entry, not {ends!r}",
                 code="capture.bad_span",
-                found=repr(ends),
-                expected="two whole numbers, or None for an end; or the name of a batch entry",
             )
         object.__setattr__(self, "span", tuple(ends))
 
@@ -118,13 +116,12 @@ class LanguageModeling(Task):
         logits = find_logits(call(model, inputs))
         if logits.dim() != 3 or targets.shape != logits.shape[:2]:
             raise CaptureError(
-                "language modeling needs logits for every token",
+                "language modeling needs logits [B, T, V] and targets [B, T]",
                 code="capture.token_logits",
                 found=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
-                expected="logits [B, T, V], targets [B, T]",
             )
         targets = targets.to(logits.device, torch.int64)
-        everything = targets if ends is not None else None
+        whole = targets
         if ends is not None:
             targets = self._within(targets, ends, shift=shift)
         if shift:
@@ -140,11 +137,8 @@ class LanguageModeling(Task):
         valid = targets != self.ignore_index
         losses = flat.sum(1)
         if self.reduction == "mean":
-            counted = valid.sum(1)
-            if everything is not None:
-                all_targets = everything[:, 1:] if shift else everything
-                counted = (all_targets != self.ignore_index).sum(1)
-            losses = losses / counted.clamp(min=1)
+            counted = whole[:, 1:] if shift else whole
+            losses = losses / (counted != self.ignore_index).sum(1).clamp(min=1)
         return Measured(losses, tokens=flat.detach().masked_fill(~valid, torch.nan))
 
     def _ends(self, batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
@@ -155,19 +149,14 @@ class LanguageModeling(Task):
         if not isinstance(self.span, str):
             start, stop, _ = slice(*self.span).indices(length)
             return torch.tensor([[start, stop]]).expand(len(targets), 2)
-        ends_in_batch = batch.get(self.span) if isinstance(batch, Mapping) else None
-        if ends_in_batch is None or tuple(torch.as_tensor(ends_in_batch).shape) != (
-            len(targets),
-            2,
-        ):
-            shape = None if ends_in_batch is None else tuple(torch.as_tensor(ends_in_batch).shape)
+        value = batch.get(self.span, ()) if isinstance(batch, Mapping) else ()
+        ends = torch.as_tensor(value).long()
+        if ends.shape != (len(targets), 2):
             raise CaptureError(
                 f"the batch entry {self.span!r} holds no spans",
                 code="capture.no_spans",
-                found="no such entry" if shape is None else f"shape {shape}",
                 expected=f"start and stop of each row, [{len(targets)}, 2]",
             )
-        ends = torch.as_tensor(ends_in_batch).long()
         return torch.where(ends < 0, ends + length, ends).clamp(0, length)
 
     def _within(self, targets: torch.Tensor, ends: torch.Tensor, *, shift: bool) -> torch.Tensor:
@@ -181,13 +170,9 @@ class LanguageModeling(Task):
         if bool(empty.any()):
             row = int(empty.nonzero()[0])
             raise CaptureError(
-                "a row has no token with a label in its span",
+                f"row {row} of the batch has no label in its span",
                 code="capture.empty_span",
-                found=f"row {row} of the batch, tokens {ends[row].tolist()} of {targets.shape[1]}",
-                expected=(
-                    "at least one label that is not ignored"
-                    + (", after the first token, which nothing predicts" if shift else "")
-                ),
+                found=f"tokens {ends[row].tolist()} of {targets.shape[1]}; nothing predicts the first one",
                 fix="Choose another span, or leave the row out.",
             )
         return targets_in_span
@@ -199,9 +184,8 @@ class LanguageModeling(Task):
         if bool(wrong.any()):
             row, place = wrong.nonzero()[0].tolist()
             raise CaptureError(
-                f"row {row} of this batch has a label that is not a token of the model",
+                f"label {int(targets[row, place])} of row {row} is not a token of the model",
                 code="capture.label_not_a_token",
-                found=f"label {int(targets[row, place])}",
                 expected=f"0 to {tokens - 1}, or {self.ignore_index} to ignore it",
                 fix="Use the tokenizer of the model.",
             )
@@ -222,10 +206,8 @@ class LanguageModeling(Task):
             targets = batch.get("labels", batch.get("input_ids"))
             if targets is None:
                 raise CaptureError(
-                    "the batch has no tokens",
+                    f"the batch has no input_ids: {describe_batch(batch)}",
                     code="capture.batch_without_tokens",
-                    found=describe_batch(batch),
-                    expected="input_ids, and optionally attention_mask and labels",
                 )
             mask = batch.get("attention_mask")
             if "labels" not in batch and mask is not None:
@@ -237,9 +219,8 @@ class LanguageModeling(Task):
         if whole and batch.dim() > 1:
             return batch, batch, self.shift
         raise CaptureError(
-            "the batch is not a sequence of tokens",
+            f"the batch is not a sequence of tokens: {describe_batch(batch)}",
             code="capture.batch_not_tokens",
-            found=describe_batch(batch),
             expected="a dict with input_ids, (tokens, next tokens), or tokens [B, T]",
         )
 
@@ -256,9 +237,8 @@ def _with_decoder_inputs(model: Any, inputs: Any, batch: Any) -> Any:
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if not isinstance(batch, Mapping) or "labels" not in batch or prepare is None:
         raise CaptureError(
-            "an encoder-decoder needs labels",
+            f"an encoder-decoder needs labels: {describe_batch(batch)}",
             code="capture.decoder_without_labels",
-            found=describe_batch(batch),
             expected="a dict with input_ids and labels, or with decoder_input_ids, too",
         )
     return {**inputs, "decoder_input_ids": prepare(labels=batch["labels"])}
@@ -305,9 +285,8 @@ def completions(
     written = _rows("generated", getattr(generated, "sequences", generated))
     if len(prompt_rows) != len(written):
         raise CaptureError(
-            "the number of completions differs from the number of prompts",
+            f"{len(prompt_rows)} prompts, but {len(written)} completions",
             code="capture.completion_count",
-            found=f"{len(prompt_rows)} prompts, {len(written)} completions",
             fix="Repeat a prompt for each of its completions.",
         )
     rows = []
@@ -316,8 +295,6 @@ def completions(
             raise CaptureError(
                 f"row {row} of generated does not begin with its prompt",
                 code="capture.completion_prompt",
-                found=str(ids[: min(8, len(prompt))]),
-                expected=str(prompt[:8]),
                 fix="Pass with_prompt=False if these are the new tokens alone.",
             )
         new = ids[len(prompt) :] if with_prompt else ids
@@ -349,12 +326,8 @@ def _rows(name: str, ids: Any) -> list[list[int]]:
     lists = [one.tolist() if isinstance(one, torch.Tensor) else one for one in rows]
     whole = bool(lists) and all(isinstance(one, list | tuple) for one in lists)
     if not whole or any(type(t) is not int or t < 0 for t in chain.from_iterable(lists)):
-        shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise CaptureError(
-            f"{name} must be token ids",
-            code="capture.not_token_ids",
-            found=str(shape),
-            expected="whole numbers [B, T], or a list of them for each row",
+            f"{name} must be token ids, [B, T] or a list for each row", code="capture.not_token_ids"
         )
     return [list(one) for one in lists]
 

@@ -144,11 +144,11 @@ def call(model: nn.Module, inputs: Any) -> Any:
         return _called(model, inputs)
     except IndexError as error:
         row = _row_beyond_tables(model, inputs)
+        where = "" if row is None else f", in row {row}"
         raise CaptureError(
-            "an index of the batch is beyond the model's tables"
-            + ("" if row is None else f", in row {row}"),
+            f"an index of the batch is beyond the model's tables{where}",
             code="capture.index_out_of_table",
-            found=str(error).splitlines()[0][:200] if str(error) else "IndexError",
+            found=str(error)[:200],
             fix="Use the tokenizer of the model, and truncate as in training.",
         ) from error
 
@@ -170,14 +170,10 @@ def _called(model: nn.Module, inputs: Any) -> Any:
         if len(inputs) == 1:
             return model(*inputs.values())
         raise CaptureError(
-            "the model does not take the entries of the batch",
+            f"the model does not take the entries of the batch: {', '.join(map(str, inputs))}",
             code="capture.model_arguments",
-            found=(
-                f"{', '.join(map(str, inputs))} for {type(model).__name__}"
-                f"{inspect.signature(model.forward)}"
-            ),
-            fix="Rename or remove entries in the collate function, exclude them with "
-            "columns=, or subclass gk.Task.",
+            expected=f"{type(model).__name__}{inspect.signature(model.forward)}",
+            fix="Rename entries in the collate function, use columns=, or subclass gk.Task.",
         )
     if isinstance(inputs, tuple | list):
         return model(*inputs)
@@ -209,9 +205,8 @@ def find_logits(answer: Any) -> torch.Tensor:
         logits = answer[0]
     if not isinstance(logits, torch.Tensor):
         raise CaptureError(
-            "the model's output holds no logits",
+            f"the model's output holds no logits: {type(answer).__name__}",
             code="capture.no_logits",
-            found=type(answer).__name__,
             fix="Subclass gk.Task and implement losses(model, batch) -> [B].",
         )
     return logits
@@ -228,9 +223,8 @@ def split_labels(batch: Any, names: tuple[str, ...]) -> tuple[Any, torch.Tensor]
         inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
         return inputs, torch.as_tensor(batch[-1])
     raise CaptureError(
-        "the batch has no labels",
+        f"the batch has no labels: {describe_batch(batch)}",
         code="capture.no_labels",
-        found=describe_batch(batch),
         expected=f"(inputs, labels), or a dict with one of {', '.join(names)}",
         fix="Use such batches, or subclass gk.Task.",
     )
@@ -373,20 +367,15 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
         )
     if labels.dtype.is_floating_point:
         raise CaptureError(
-            "labels must be whole numbers",
-            code="capture.float_labels",
-            found=str(labels.dtype),
-            fix="Pass labels.long(), or use gk.Regression.",
+            "labels must be whole numbers", code="capture.float_labels", fix="Use labels.long()."
         )
     if not holds_numbers(labels):
         return
     low, high = (int(end) for end in labels.aminmax()) if len(labels) else (0, 0)
     if not 0 <= low <= high < logits.shape[1]:
         raise CaptureError(
-            "a label is not a class of the model",
+            f"labels from {low} to {high} are not classes of the model, 0 to {logits.shape[1] - 1}",
             code="capture.label_not_a_class",
-            found=f"labels from {low} to {high}",
-            expected=f"0 to {logits.shape[1] - 1}",
         )
 
 
@@ -426,10 +415,8 @@ class Regression(Task):
         targets = targets.to(answer.device, answer.dtype)
         if answer.numel() != targets.numel() or len(answer) != len(targets):
             raise CaptureError(
-                "predictions and targets differ in shape",
+                f"predictions {tuple(answer.shape)} do not match targets {tuple(targets.shape)}",
                 code="capture.prediction_shape",
-                found=f"predictions {tuple(answer.shape)}, targets {tuple(targets.shape)}",
-                expected="one prediction per target",
             )
         residuals = answer.reshape(len(answer), -1) - targets.reshape(len(targets), -1)
         losses = 0.5 * residuals.square().sum(1)
