@@ -7,6 +7,7 @@ import pytest
 import torch
 from raises import raises
 
+from gradkeep import factors
 from gradkeep.curvature._basis import VectorBasis
 from gradkeep.curvature._coordinates import coordinate_squares, coordinates
 from gradkeep.curvature._moments import matrix_moments
@@ -14,7 +15,7 @@ from gradkeep.curvature._project import project_parameters, project_rows
 from gradkeep.curvature._sketches import Projection
 from gradkeep.curvature._two_sided import TwoSided, two_sided_rows
 from gradkeep.errors import QueryError
-from gradkeep.factors import _registry
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._form import (
     Form,
     Parameter,
@@ -23,7 +24,6 @@ from gradkeep.factors._form import (
     form_to_fields,
     restored_tiles,
 )
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._weights import WeightMatrix, WeightVector
 from gradkeep.query._engine import same_layout
 
@@ -164,5 +164,5 @@ def test_one_line_lets_schemas_name_it(monkeypatch):
     fields = form_to_fields(FORM)
     with raises(QueryError, "query.unknown_form"):
         form_from_fields(fields)
-    monkeypatch.setitem(_registry._KINDS, "signs", Signs)
+    monkeypatch.setitem(factors._KINDS, "signs", Signs)
     assert form_from_fields(fields) == FORM

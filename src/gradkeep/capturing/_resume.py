@@ -26,9 +26,9 @@ from gradkeep.capturing._batches import (
 from gradkeep.capturing._readiness import stored_weight
 from gradkeep.capturing._storage import Adjustments, storage_of
 from gradkeep.errors import CaptureError, NotSealedError
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._bits import Bits
 from gradkeep.factors._outer import Outer
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._tied import places_array
 from gradkeep.query._gradients import gradients_of
 

@@ -18,10 +18,10 @@ import torch
 
 from gradkeep.curvature._basis import RowSpace, eigen_side, even
 from gradkeep.errors import NotSealedError
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._arithmetic import CACHED, row_of, spans, squared, tiles
 from gradkeep.factors._dense import WHOLE
 from gradkeep.factors._form import form_to_fields, has_factors
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.store import Array, Schema, Store
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ import torch
 from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
-from gradkeep.factors._bits import PACKED, BitRows, Bits
+from gradkeep.factors._bits import PACKED, BitRows, Bits, basis_of
 from gradkeep.factors._convolution import Convolution
 from gradkeep.factors._dense import Dense
 from gradkeep.factors._form import dot, dot_directions
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._registry import basis_of
 from gradkeep.query._planner import ProductSize, QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
