@@ -18,8 +18,8 @@ from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._resume import fingerprint_weights
 from gradkeep.curvature import _random
 from gradkeep.curvature._cholesky import WeightedKernel
+from gradkeep.curvature._conjugate import conjugate_gradients, lanczos
 from gradkeep.curvature._fisher import Damping
-from gradkeep.curvature._iterative import conjugate_gradients, lanczos
 from gradkeep.curvature._row_parts import dense_rows, only_layer, weighted
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.query._engine import DEFAULT_BUDGET

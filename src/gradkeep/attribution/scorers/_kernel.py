@@ -13,9 +13,15 @@ from gradkeep._ranks import column_correlations
 from gradkeep.attribution._question import Method, Scorer, column
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution.scorers._gradient_products import products
-from gradkeep.curvature._cholesky import ParameterSolver, WeightedKernel, relative_damping
+from gradkeep.curvature._cholesky import (
+    ParameterSolver,
+    WeightedKernel,
+    by_features,
+    dual,
+    mean_square,
+    relative_damping,
+)
 from gradkeep.curvature._conjugate import KERNEL_METHODS, KernelMethod, kernel_solver
-from gradkeep.curvature._feature_solvers import by_features, dual, mean_square
 from gradkeep.curvature._row_parts import dense_rows
 from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import AttributionError

@@ -202,7 +202,7 @@ def fisher_solver(
     budget = at.question.memory_budget
     solver = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
     # In double precision: dividing by small eigenvalues amplifies rounding.
-    return lambda layer, dense: solver.layers[layer].solved(dense.double(), damping).to(dense.dtype)
+    return lambda layer, dense: solver[layer].solved(dense.double(), damping).to(dense.dtype)
 
 
 def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:

@@ -10,8 +10,7 @@ import torch
 from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution.scorers._kernel import LossSlopes, ScoreTarget, loss_slopes
-from gradkeep.curvature._cholesky import relative_damping
-from gradkeep.curvature._feature_solvers import by_features, mean_square
+from gradkeep.curvature._cholesky import by_features, mean_square, relative_damping
 from gradkeep.curvature._sketches import Projection, ProjectionKind
 from gradkeep.errors import AttributionError
 
