@@ -137,10 +137,10 @@ class _ScoreJob:
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Score the queries of these blocks."""
-        return [self._score_block(open_store(self.store, create=False), n) for n in numbers]
+        return [self._score_block(number) for number in numbers]
 
-    def _score_block(self, store: Store, number: int) -> dict[str, Any]:
-        scores = attribute(store, ids=self.blocks[number], **self.arguments)
+    def _score_block(self, number: int) -> dict[str, Any]:
+        scores = attribute(self.store, ids=self.blocks[number], **self.arguments)
         values = scores.values if scores.per_layer is None else scores.per_layer
         missing = self.size - values.shape[-2]
         whole = np.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, missing), (0, 0)])
@@ -160,10 +160,6 @@ def _as_bytes(text: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     content = (text or "").encode()[:_LONGEST]
     encoded[: len(content)] = np.frombuffer(content, np.uint8)
     return encoded
-
-
-_TILE = 256 << 20
-"""Bytes of scores that a method computes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +384,8 @@ def _compute_scores(
         memory_budget=question.memory_budget,
     )
     budget = question.memory_budget
-    tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
+    # Bytes of scores that the method computes at a time.
+    tile = min(256 << 20, (4 << 30 if budget is None else parse_bytes(budget)) // 8)
     step = max(1, min(count, tile // max(1, 4 * rows * (len(layers) if parts else 1))))
     scorer: Scorer | None = None
     solutions: list[Solution | None] = []

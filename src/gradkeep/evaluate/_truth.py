@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
-_AT_ONCE = 256
-
-
 def sample_rows(data: Any) -> str | None:
     """Fingerprint evenly spaced rows of a dataset: hexadecimal digests in order.
 
@@ -51,8 +48,8 @@ def sample_rows(data: Any) -> str | None:
             row_digests = digests(torch.as_tensor(data)[torch.from_numpy(places)])
         else:
             parts = [
-                digests(default_collate([data[int(at)] for at in places[start : start + _AT_ONCE]]))
-                for start in range(0, len(places), _AT_ONCE)
+                digests(default_collate([data[int(at)] for at in places[start : start + 256]]))
+                for start in range(0, len(places), 256)
             ]
             row_digests = np.concatenate(parts) if parts else np.empty(0, np.uint64)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, GradkeepError):

@@ -271,26 +271,20 @@ def _membership(
     else:
         groups = gradients.column(by) if isinstance(by, str) else by
         values = _arguments.array(
-            "by", groups, error=QueryError, kinds="biufUS", expected="one group per row"
+            "by",
+            groups,
+            error=QueryError,
+            kinds="biufUS",
+            expected="one group per row",
+            shape=(count,),
+            code="query.wrong_groups",
         )
-        if values.shape != (count,):
-            raise QueryError(
-                "by must have one group per row",
-                code="query.wrong_groups",
-                found=f"shape {values.shape}",
-                expected=f"({count},)",
-            )
         names, labels = np.unique(values, return_inverse=True)
     amounts = np.ones(count)
     if weights is not None:
-        amounts = _arguments.array("weights", weights, error=QueryError).astype(np.float64)
-    if amounts.shape != (count,):
-        raise QueryError(
-            "weights must have one weight per row",
-            code="query.wrong_weights",
-            found=f"shape {amounts.shape}",
-            expected=f"({count},)",
-        )
+        amounts = _arguments.array(
+            "weights", weights, error=QueryError, shape=(count,), code="query.wrong_weights"
+        ).astype(np.float64)
     if not np.isfinite(amounts).all():
         raise QueryError(
             "weights must be finite", code="query.wrong_weights", found="NaN or infinity"

@@ -56,49 +56,30 @@ def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
         ids = queries.ids[positions]
         products = query.dot(only_layer(queries, name), rows, ids=ids, memory_budget=budget).values
         share = products / (len(train) * (added + lengths[name])).float()
-        subtract = _subtract_by_sums
-        if not _sums_cost_less(rows, name, len(positions)):
-            subtract = _subtract_by_kernel
-        subtract(rows, name, share, products, limit=limit // 8, memory_budget=budget)
+        if _sums_cost_less(rows, name, len(positions)):
+            subtract_by_sums(rows, name, share, products)
+        else:
+            subtract_by_kernel(rows, share, products)
         return products / added
 
+    def subtract_by_kernel(rows: Gradients, share: Tensor, scores: Tensor) -> None:
+        """Subtract share `[b, N]` x the products of all rows from the scores, some rows at a time."""
+        step = max(1, limit // 8 // (4 * len(rows)))
+        for start in range(0, len(rows), step):
+            some = rows.ids[start : start + step]
+            kernel = query.dot(rows, rows, ids=some, memory_budget=budget).values
+            scores[:, start : start + step] -= share @ kernel.t()
+
+    def subtract_by_sums(rows: Gradients, name: str, share: Tensor, scores: Tensor) -> None:
+        """Subtract the same by sums of gradients, some queries at a time."""
+        step = max(1, limit // 8 // (16 * rows.size + 4 * len(rows)))
+        for start in range(0, len(share), step):
+            some = share[start : start + step]
+            sums = {name: weighted(rows, name, some, budget).float()}
+            directions = Directions(tuple(range(len(some))), sums, rows.forms, rows.weights)
+            scores[start : start + step] -= query.along(rows, directions, memory_budget=budget)
+
     return layer_by_layer(at, scores, "the inverse of a mean is replaced by the mean of inverses")
-
-
-def _subtract_by_kernel(
-    rows: Gradients,
-    name: str,
-    share: Tensor,
-    scores: Tensor,
-    *,
-    limit: int,
-    memory_budget: float | str | None,
-) -> None:
-    """Subtract share `[b, N]` x the products of all rows from the scores, some rows at a time."""
-    del name
-    step = max(1, limit // (4 * len(rows)))
-    for start in range(0, len(rows), step):
-        some = rows.ids[start : start + step]
-        kernel = query.dot(rows, rows, ids=some, memory_budget=memory_budget).values
-        scores[:, start : start + step] -= share @ kernel.t()
-
-
-def _subtract_by_sums(
-    rows: Gradients,
-    name: str,
-    share: Tensor,
-    scores: Tensor,
-    *,
-    limit: int,
-    memory_budget: float | str | None,
-) -> None:
-    """Subtract the same by sums of gradients, some queries at a time."""
-    step = max(1, limit // (16 * rows.size + 4 * len(rows)))
-    for start in range(0, len(share), step):
-        some = share[start : start + step]
-        summed = weighted(rows, name, some, memory_budget).float()
-        directions = Directions(tuple(range(len(some))), {name: summed}, rows.forms, rows.weights)
-        scores[start : start + step] -= query.along(rows, directions, memory_budget=memory_budget)
 
 
 def _sums_cost_less(rows: Gradients, name: str, queries: int) -> bool:
