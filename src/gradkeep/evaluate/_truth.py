@@ -436,17 +436,20 @@ def load_truth(
     outputs = np.asarray(rows.read(models, [fitting[0]])[fitting[0]], np.float64)
     sign = -1.0 if fingerprints.get(FALLING) else 1.0
     parameters = fingerprints.get("parameters")
+    names = {"labels": "labels", "rows": "rows", "query_rows": "asked", "recipe": "recipe"}
+    texts: Any = {
+        field: str(fingerprints[key])
+        for field, key in names.items()
+        if fingerprints.get(key) is not None
+    }
     return GroundTruth(
         name,
         masks,
         sign * outputs.reshape(len(whole_subsets), seeds, -1),
         training=str(fingerprints.get("training", "")),
-        labels=None if fingerprints.get("labels") is None else str(fingerprints["labels"]),
-        rows=None if fingerprints.get("rows") is None else str(fingerprints["rows"]),
-        query_rows=None if fingerprints.get("asked") is None else str(fingerprints["asked"]),
         parameters=None if parameters is None else int(parameters),
-        recipe=None if fingerprints.get("recipe") is None else str(fingerprints["recipe"]),
         seconds=seconds,
+        **texts,
     )
 
 

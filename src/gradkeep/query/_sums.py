@@ -206,18 +206,7 @@ def along(
     Raises:
         QueryError: Weights or layers differ.
     """
-    if directions.weights != gradients.weights:
-        raise QueryError(
-            "directions and rows were captured with different weights",
-            code="query.different_weights",
-            fix="Compute the directions from a capture at the same checkpoint.",
-        )
-    if list(directions.layers) != list(gradients.forms):
-        raise QueryError(
-            "directions and rows hold different layers",
-            code="query.different_layers",
-            found=", ".join(sorted(set(directions.layers) ^ set(gradients.forms))[:8]),
-        )
+    check_directions(directions, gradients)
     count = len(directions.groups)
     out = torch.empty(count, len(gradients))
     rows, scratch = _tiling(gradients, count, memory_budget, answer=count * len(gradients) * 4)
@@ -230,6 +219,22 @@ def along(
         out[:, some.start : some.stop] = products
     slopes = gradients.slopes()
     return out if slopes is None else out * slopes
+
+
+def check_directions(directions: Directions, gradients: Gradients) -> None:
+    """Raise unless the directions have the weights and the layers of the rows."""
+    if directions.weights != gradients.weights:
+        raise QueryError(
+            "directions and rows were captured with different weights",
+            code="query.different_weights",
+            fix="Compute the directions from a capture at the same checkpoint.",
+        )
+    if list(directions.layers) != list(gradients.forms):
+        raise QueryError(
+            "directions and rows hold different layers",
+            code="query.different_layers",
+            found=", ".join(sorted(set(directions.layers) ^ set(gradients.forms))[:8]),
+        )
 
 
 def _sums(
