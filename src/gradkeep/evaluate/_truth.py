@@ -436,10 +436,10 @@ def load_truth(
     outputs = np.asarray(rows.read(models, [fitting[0]])[fitting[0]], np.float64)
     sign = -1.0 if fingerprints.get(FALLING) else 1.0
     parameters = fingerprints.get("parameters")
-    names = {"labels": "labels", "rows": "rows", "query_rows": "asked", "recipe": "recipe"}
+    keys = {"labels": "labels", "rows": "rows", "query_rows": "asked", "recipe": "recipe"}
     texts: Any = {
         field: str(fingerprints[key])
-        for field, key in names.items()
+        for field, key in keys.items()
         if fingerprints.get(key) is not None
     }
     return GroundTruth(
