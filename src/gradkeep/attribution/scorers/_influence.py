@@ -94,12 +94,6 @@ def curvature(at: CheckpointView, options: CurvatureOptions) -> CurvatureProblem
             return fisher_product(space, train, vectors, memory_budget=budget)
 
         return CurvatureProblem(space, product, added)
-    if kind not in ("hessian", "ggn"):
-        raise AttributionError(
-            f"there is no curvature {kind!r}",
-            code="attribute.unknown_curvature",
-            expected="'hessian', 'ggn' or 'fisher'",
-        )
     if model is None or data is None:
         raise AttributionError(
             f"curvature={kind!r} needs the model and the training data",

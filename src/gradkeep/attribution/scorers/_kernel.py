@@ -21,7 +21,7 @@ from gradkeep.curvature._cholesky import (
     mean_square,
     relative_damping,
 )
-from gradkeep.curvature._conjugate import KERNEL_METHODS, KernelMethod, kernel_solver
+from gradkeep.curvature._conjugate import KernelMethod, kernel_solver
 from gradkeep.curvature._row_parts import dense_rows
 from gradkeep.curvature._sketches import Projection, ProjectionKind
 from gradkeep.errors import AttributionError
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 KernelWeight = Literal["q", "q(1-q)", "none"]
 ScoreTarget = Literal["loss", "output"]
 """Score the query's loss (positive lowers it) or its output (positive raises it)."""
-WEIGHTS: tuple[KernelWeight, ...] = ("q", "q(1-q)", "none")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,12 +78,6 @@ def loss_slopes(
     the mean over checkpoints, it estimates the effect on the query's loss. Scores of margins are not
     multiplied: raising a margin always lowers its loss. `target="output"` multiplies none.
     """
-    if weight not in WEIGHTS:
-        raise AttributionError(
-            f"there is no weight {weight!r}",
-            code="attribute.unknown_weight",
-            expected=" or ".join(map(repr, WEIGHTS)),
-        )
     places = question.at()
     rows = len(places[0].train_block)
     query_pull = torch.ones(len(question.positions))
@@ -263,12 +256,6 @@ class KernelOptions:
 
 
 def _pool_kernel(question: AttributionQuestion, options: KernelOptions) -> LossSlopes:
-    if options.solver not in ("auto", *KERNEL_METHODS):
-        raise AttributionError(
-            f"there is no solver {options.solver!r}",
-            code="attribute.unknown_solver",
-            expected=", ".join(map(repr, ("auto", *KERNEL_METHODS))),
-        )
     if not 0 < options.tolerance < 1:
         raise AttributionError(
             f"tolerance must be between 0 and 1, got {options.tolerance}", code="argument.invalid"
