@@ -27,8 +27,7 @@ from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import AUTO, choose_option
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
-from gradkeep.factors import form_from_fields
-from gradkeep.factors._bits import is_whitened
+from gradkeep.factors import form_from_fields, is_whitened
 from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
 from gradkeep.store import Array, Store
 from gradkeep.store import open as open_store

@@ -21,7 +21,7 @@ from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradie
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched_modules
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
-from gradkeep.factors._bits import basis_of
+from gradkeep.factors import basis_of
 from gradkeep.factors._form import FactoredForm, dot_directions, widened
 from gradkeep.factors._lookup import Lookup, LookupRows
 

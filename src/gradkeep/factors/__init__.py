@@ -25,3 +25,13 @@ def form_from_fields(fields: Mapping[str, Any]) -> AnyForm:
     """Build a form from its JSON fields."""
     form: AnyForm = form_of_kinds(fields, _KINDS)
     return form
+
+
+def basis_of(form: AnyForm) -> str | None:
+    """Return the fingerprint of the basis that rows are coordinates in; None for gradients."""
+    return form.basis if isinstance(form, Bits) else None
+
+
+def is_whitened(form: AnyForm) -> bool:
+    """Return True if products are those of whitened gradients: influence, not inner products."""
+    return isinstance(form, Bits) and form.whitened

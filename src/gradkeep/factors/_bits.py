@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors._form import AnyForm
 
 BitWidth = Literal[1, 4, 8, 16, 32]
 """Bits of a stored coordinate."""
@@ -254,13 +253,3 @@ def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int 
     if levels.shape[1] % 2:
         levels = np.pad(levels, ((0, 0), (0, 1)))
     return torch.from_numpy(levels[:, ::2] | (levels[:, 1::2] << 4))
-
-
-def basis_of(form: AnyForm) -> str | None:
-    """Return the fingerprint of the basis that rows are coordinates in; None for gradients."""
-    return form.basis if isinstance(form, Bits) else None
-
-
-def is_whitened(form: AnyForm) -> bool:
-    """Return True if products are those of whitened gradients: influence, not inner products."""
-    return isinstance(form, Bits) and form.whitened

@@ -15,7 +15,8 @@ import torch
 from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
-from gradkeep.factors._bits import PACKED, BitRows, Bits, basis_of
+from gradkeep.factors import basis_of
+from gradkeep.factors._bits import PACKED, BitRows, Bits
 from gradkeep.factors._convolution import Convolution
 from gradkeep.factors._dense import Dense
 from gradkeep.factors._form import dot, dot_directions

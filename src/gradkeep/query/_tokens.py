@@ -11,8 +11,8 @@ import torch
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import QueryError
+from gradkeep.factors import basis_of
 from gradkeep.factors._arithmetic import sum_columns
-from gradkeep.factors._bits import basis_of
 from gradkeep.factors._form import FactoredForm, dot_directions
 from gradkeep.factors._tied import places_array
 from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs

@@ -17,7 +17,7 @@ from gradkeep.curvature._eigen_influence import single_position_influence, store
 from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, coordinate_bytes, fisher
 from gradkeep.curvature._row_parts import dense_rows, only_layer
 from gradkeep.errors import AttributionError
-from gradkeep.factors._bits import is_whitened
+from gradkeep.factors import is_whitened
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._sums import Directions
 from gradkeep.store import CaptureKey
