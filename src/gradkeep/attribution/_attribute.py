@@ -161,6 +161,10 @@ def _as_bytes(text: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return encoded
 
 
+_TILE = 256 << 20
+"""Bytes of scores that a method computes at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _CapturedSplits:
     """Two captured splits of one store."""
@@ -383,8 +387,7 @@ def _compute_scores(
         memory_budget=question.memory_budget,
     )
     budget = question.memory_budget
-    # Bytes of scores that the method computes at a time.
-    tile = min(256 << 20, (4 << 30 if budget is None else parse_bytes(budget)) // 8)
+    tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
     step = max(1, min(count, tile // max(1, 4 * rows * (len(layers) if parts else 1))))
     scorer: Scorer | None = None
     solutions: list[Solution | None] = []
