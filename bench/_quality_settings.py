@@ -24,7 +24,7 @@ from bench._quality_lds import (
 )
 from gradkeep.evaluate import hybrid, lds, sanity_check
 from gradkeep.evaluate._agreement import randomize
-from gradkeep.evaluate._judging import Judgement
+from gradkeep.evaluate._lds import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 
 SAVED_EPOCHS = (3, 4, 5, 6, 7)

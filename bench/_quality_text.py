@@ -18,7 +18,7 @@ from bench._quality_settings import evaluate_half_models
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._text_similarity import text_similarity
 from gradkeep.evaluate import compare, hybrid
-from gradkeep.evaluate._judging import Judgement
+from gradkeep.evaluate._lds import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 
 EARLY_EPOCHS = (1, 2, 3)

@@ -16,7 +16,7 @@ import torch
 
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training, draw_masks
-from gradkeep.datamodels.study._training import MANY, TOLERANCE, stacks_well, train_many
+from gradkeep.datamodels._training import MANY, TOLERANCE, stacks_well, train_many
 
 BAR = 5.0  # with 32 hidden units
 ROUNDS, MODELS = 3, 64

@@ -29,9 +29,8 @@ import torch
 from sklearn.linear_model import lasso_path
 
 from gradkeep.datamodels import Masks, fit, planted
-from gradkeep.datamodels.fitting._counts import Counts, add_pairs, pair_dtype
-from gradkeep.datamodels.fitting._path import PathSolver, follow_path
-from gradkeep.datamodels.fitting._standardized import standardize
+from gradkeep.datamodels._counts import Counts, add_pairs, pair_dtype, standardize
+from gradkeep.datamodels._path import PathSolver, follow_path
 
 GAP = 1e-4
 FRACTIONS = tuple(np.geomspace(1, 1e-2, 20))

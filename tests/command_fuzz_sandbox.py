@@ -121,7 +121,7 @@ def build(folder: Path) -> None:
     from torch import nn
 
     import gradkeep as gk
-    from gradkeep.datamodels.study import _contract as studies
+    from gradkeep.datamodels import _contract as studies
 
     folder.mkdir()
     torch.manual_seed(0)

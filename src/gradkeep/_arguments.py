@@ -239,12 +239,19 @@ def array(
     error: type[GradkeepError],
     kinds: str = "biuf",
     expected: str = "an array of numbers",
+    shape: tuple[int | str, ...] | None = None,
+    code: str | None = None,
 ) -> np.ndarray[Any, Any]:
     """Convert an array, tensor or list to a numeric numpy array; object arrays are argument_error.
+
+    With a `shape`, another one is an error with this `code`; names stand for any length.
 
     >>> from gradkeep.errors import QueryError
     >>> array("weights", [1, 2], error=QueryError).shape
     (2,)
+    >>> array("weights", [1, 2], error=QueryError, shape=(2, "D"))
+    Traceback (most recent call last):
+    gradkeep.errors.QueryError: weights must have the shape [2, D]: [2]
     """
     import numpy as np
 
@@ -260,6 +267,12 @@ def array(
     # Built only on failure: representing an array takes longer than checking it.
     if result is None or result.dtype.kind not in kinds:
         raise argument_error(name, original, error=error, expected=expected)
+    if shape is not None and (
+        result.ndim != len(shape)
+        or any(isinstance(a, int) and a != b for a, b in zip(shape, result.shape, strict=True))
+    ):
+        sizes = ", ".join(map(str, shape))
+        raise error(f"{name} must have the shape [{sizes}]", code=code, found=list(result.shape))
     return result
 
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.curvature._iterative import conjugate_gradients, lanczos
+from gradkeep.curvature._conjugate import conjugate_gradients, lanczos
 from gradkeep.errors import AttributionError, BudgetError
 
 KINDS = ["hessian", "ggn", "fisher"]

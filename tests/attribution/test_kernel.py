@@ -11,8 +11,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep._budgets import format_bytes
 from gradkeep.attribution._row_features import RowStorage
-from gradkeep.curvature._cholesky import relative_damping
-from gradkeep.curvature._feature_solvers import dual, primal
+from gradkeep.curvature._cholesky import dual, primal, relative_damping
 from gradkeep.errors import AttributionError, BudgetError
 
 ROWS, ASKED = 14, 6

@@ -435,7 +435,7 @@ def test_a_model_in_double_precision():
 def test_absolute_damping_is_added_as_it_is(opened):
     store, *_ = opened("mlp", keep="factors")
     actual = fisher(gk.gradients(store, split="train"), corrected=True)
-    mean = actual.layers["0"].mean
+    mean = actual["0"].mean
     one = gk.attribute(store, method="ekfac", layers="0", damping=0.7)
     other = gk.attribute(store, method="ekfac", layers="0", absolute_damping=0.7 * mean)
     assert np.allclose(one.numpy(), other.numpy(), rtol=1e-4)

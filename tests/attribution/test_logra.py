@@ -7,7 +7,7 @@ from raises import raises
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.curvature._two_sided import TwoSided, two_sided
+from gradkeep.curvature._project import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
 
 

@@ -98,7 +98,7 @@ def test_scores_are_those_of_the_whole_decomposition(
 def test_other_gradients_are_damped_where_no_row_was(tokens, corrected):
     store = captured(30, 20, rows=4, tokens=tokens)
     train = gk.gradients(store, split="train")
-    layer = fisher(train, corrected=corrected).layers["each"]
+    layer = fisher(train, corrected=corrected)["each"]
     (basis,) = layer.bases
     assert not basis.whole
     assert basis.values.shape[1] <= 4 * (tokens or 1)

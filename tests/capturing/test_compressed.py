@@ -20,7 +20,7 @@ from gradkeep.capturing._first_batch import (
 )
 from gradkeep.data import GPT
 from gradkeep.errors import AttributionError, BudgetError, CaptureError, QueryError
-from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors import form_from_fields
 
 VOCABULARY = 13
 # Data are noise here: there is hardly anything that ranks could agree on.

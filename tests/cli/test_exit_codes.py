@@ -201,7 +201,7 @@ def test_the_table_of_exit_codes_is_complete():
 
 
 def test_termination_of_a_farm_has_the_usual_code(inline, folder, monkeypatch):
-    from gradkeep.datamodels.study import _contract as study
+    from gradkeep.datamodels import _contract as study
 
     def terminated(*_, **__):
         raise SystemExit(128 + signal.SIGTERM)

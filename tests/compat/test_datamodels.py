@@ -98,7 +98,7 @@ def initialize(place, name="training.initialize_store"):
 def begin(place):
     """The same without a process, where the command is not what is tested."""
     from gradkeep.compat.datamodels import NpyFolder
-    from gradkeep.datamodels.study._spec import Spec
+    from gradkeep.datamodels._spec import Spec
 
     return NpyFolder.create(place / "out", Spec.read(place / "spec.json"))
 
@@ -234,7 +234,7 @@ def test_initializing_a_store_again_is_refused_and_changes_nothing(place):
     ],
 )
 def test_a_bad_spec_is_refused_by_the_name_of_its_field(tmp_path, spec, field):
-    from gradkeep.datamodels.study._spec import Spec
+    from gradkeep.datamodels._spec import Spec
     from gradkeep.errors import DatamodelsError
 
     file = tmp_path / "spec.json"

@@ -7,8 +7,8 @@ from raises import raises
 
 import gradkeep as gk
 from gradkeep.compat import datamodels
-from gradkeep.datamodels.study._contract import initialize
-from gradkeep.datamodels.study._spec import Spec
+from gradkeep.datamodels._contract import initialize
+from gradkeep.datamodels._spec import Spec
 from gradkeep.errors import DatamodelsError, EvidenceWarning, SchemaMismatchError
 
 SPEC = Spec.from_fields(

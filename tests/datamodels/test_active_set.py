@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradkeep.datamodels.fitting._active_set import solve_by_active_sets
-from gradkeep.datamodels.fitting._l1 import PenalizedProblem, SolverState
-from gradkeep.datamodels.fitting._standardized import DenseGram
+from gradkeep.datamodels._counts import DenseGram
+from gradkeep.datamodels._l1 import PenalizedProblem, SolverState, solve_by_active_sets
 
 
 def one_by_one(gram, c, lam, ridge):

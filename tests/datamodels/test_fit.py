@@ -94,7 +94,7 @@ def test_the_gap_bounds_the_distance_from_the_minimum(size, seed, kind):
 
 
 def test_working_sets_give_the_fit_of_all_examples(monkeypatch):
-    from gradkeep.datamodels.fitting import _path
+    from gradkeep.datamodels import _path
 
     data = planted(300, 200, 6, seed=3)
     with_sets = fit(data.masks, data.outputs, dtype="float64", tolerance=1e-9)
@@ -127,7 +127,7 @@ def test_held_out_rows_choose_the_penalty_that_predicts_them_best():
 
 
 def test_folds_choose_the_penalty_of_a_brute_force_cross_validation():
-    from gradkeep.datamodels.fitting._options import fold_rows
+    from gradkeep.datamodels._options import fold_rows
 
     data = planted(120, 20, 3, seed=5)
     fractions = [0.5, 0.1, 0.02]

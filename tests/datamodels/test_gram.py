@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from raises import raises
 
 from gradkeep.datamodels import Masks
-from gradkeep.datamodels.fitting._counts import Counts, _mirror, _products, add_pairs, pair_dtype
+from gradkeep.datamodels._counts import Counts, add_pairs, pair_dtype
 from gradkeep.errors import DatamodelsError
 
 
@@ -36,14 +36,6 @@ def test_no_count_overflows_its_half_of_a_float(m):
     masks[:, ::3] = np.random.default_rng(0).random((m, 67)) < 0.5
     out = np.zeros((200, 200), np.uint16)
     add_pairs(Masks.of(masks), out)
-    assert np.array_equal(out, by_products(masks))
-
-
-def test_products_on_a_device_count_the_same():
-    masks = np.random.default_rng(1).random((300, 1700)) < 0.3
-    out = np.zeros((1700, 1700), np.int32)
-    _products(masks.view(np.uint8), out, "cpu")
-    _mirror(out)
     assert np.array_equal(out, by_products(masks))
 
 
@@ -89,12 +81,6 @@ def test_counts_in_a_file_are_those_in_memory(tmp_path):
     assert isinstance(there.pairs, np.memmap)
     assert np.array_equal(there.pairs, here.pairs)
     assert not list(tmp_path.iterdir()), "the file has no name, so that a crash leaves nothing"
-
-
-def test_more_cannot_be_left_out_than_was_counted():
-    masks, outputs = Masks.of(np.ones((3, 2), bool)), np.zeros((3, 1))
-    with raises(DatamodelsError, "datamodels.too_many_held_out"):
-        Counts.of(masks, outputs).without(masks + masks, np.zeros((6, 1)))
 
 
 @settings(max_examples=50)

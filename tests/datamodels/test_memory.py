@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradkeep.datamodels import fit, planted
-from gradkeep.datamodels.fitting._options import fit_layout
-from gradkeep.datamodels.fitting._standardized import DenseGram
+from gradkeep.datamodels._counts import DenseGram
+from gradkeep.datamodels._options import FitOptions
 from gradkeep.errors import BudgetError
+
+
+def fit_layout(*, itemsize, budget, folds=0, **sizes):
+    dtype = "float32" if itemsize == 4 else "float64"
+    options = FitOptions("l1", 0.5, 1e-4, 100, dtype, "cpu", budget, None, None)
+    return options.layout(**sizes, folds=folds)
 
 
 def least(**sizes):

@@ -20,8 +20,8 @@ from gradkeep.datamodels import (
     margins,
     output,
 )
-from gradkeep.datamodels.fitting._masks import training_seed
-from gradkeep.datamodels.study._training import TOLERANCE, stacks_well, train_many
+from gradkeep.datamodels._masks import training_seed
+from gradkeep.datamodels._training import TOLERANCE, stacks_well, train_many
 from gradkeep.errors import DatamodelsError, SchemaMismatchError
 
 GENERATOR = torch.Generator().manual_seed(3)

@@ -143,7 +143,7 @@ def test_labels_are_suggested_by_models_that_never_saw_them(tmp_path):
     np.testing.assert_allclose(reported.sum(1), 1, atol=1e-5)
     # By hand: the first fold's rows, by a model trained on the others.
     fold = np.random.default_rng(0).permutation(240) % 4
-    from gradkeep.datamodels.fitting._masks import training_seed
+    from gradkeep.datamodels._masks import training_seed
 
     rows = np.flatnonzero(fold != 0)
     model = how.training.train_one(inputs[rows], passed[rows], training_seed(0, 0)).eval()

@@ -7,7 +7,7 @@ import torch
 import gradkeep as gk
 from gradkeep.datamodels import fit
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._map import map_rows, map_targets
+from gradkeep.evaluate._groups import map_rows, map_targets
 
 
 def test_targets_that_depend_on_the_same_rows_lie_together_and_opposites_oppose():

@@ -6,7 +6,7 @@ from raises import raises
 
 import gradkeep as gk
 from gradkeep import evaluate
-from gradkeep.datamodels.fitting._masks import training_seed
+from gradkeep.datamodels._masks import training_seed
 from gradkeep.errors import EvaluationError
 from tests.evaluate.conftest import QUERIES, ROWS, recipe
 
@@ -61,7 +61,7 @@ def test_removing_what_helped_hurts_more_than_removing_at_random(world):
 def test_trainings_are_kept(world, monkeypatch):
     scores = gk.attribute(world, method="kernel")
     first = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
-    monkeypatch.setattr("gradkeep.datamodels.study._training.train_many", None)
+    monkeypatch.setattr("gradkeep.datamodels._training.train_many", None)
     monkeypatch.setattr("gradkeep.datamodels.Training.train_one", None)
     second_evaluation = evaluate.removal_curve(
         scores, recipe(), sizes=[4], queries=[0, 2], workers=0

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from raises import raises
 
 from gradkeep import errors
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter, dot, dot_directions, form_to_fields
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._weights import BlockProjection, LayerProjection
 from gradkeep.query._engine import same_layout
 

@@ -6,12 +6,12 @@ import random
 import pytest
 
 from gradkeep.errors import GradkeepError, QueryError
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._convolution import Convolution
 from gradkeep.factors._dense import Dense
 from gradkeep.factors._form import Parameter, form_to_fields
 from gradkeep.factors._lookup import Lookup
 from gradkeep.factors._outer import Outer
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._tied import Tied
 
 WEIGHT = (Parameter("w", (3, 4)),)

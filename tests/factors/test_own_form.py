@@ -7,14 +7,19 @@ import pytest
 import torch
 from raises import raises
 
-from gradkeep.curvature._basis import VectorBasis
-from gradkeep.curvature._coordinates import coordinate_squares, coordinates
+from gradkeep import factors
+from gradkeep.curvature._basis import VectorBasis, coordinate_squares, coordinates
 from gradkeep.curvature._moments import matrix_moments
-from gradkeep.curvature._project import project_parameters, project_rows
+from gradkeep.curvature._project import (
+    SideMaps,
+    TwoSided,
+    project_layers,
+    project_parameters,
+    two_sided_layer,
+)
 from gradkeep.curvature._sketches import Projection
-from gradkeep.curvature._two_sided import TwoSided, two_sided_rows
 from gradkeep.errors import QueryError
-from gradkeep.factors import _registry
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._form import (
     Form,
     Parameter,
@@ -23,7 +28,6 @@ from gradkeep.factors._form import (
     form_to_fields,
     restored_tiles,
 )
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._weights import WeightMatrix, WeightVector
 from gradkeep.query._engine import same_layout
 
@@ -142,8 +146,9 @@ def test_the_algebra_that_is_not_written_comes_with_the_protocol(rows):
 def test_projections_and_curvature_restore_it(rows):
     dense = FORM.restore(rows)
     by = Projection(dim=16, seed=3)
-    close(project_rows(FORM, rows, by), project_parameters({"w": dense.view(6, 3, 4)}, by))
-    close(two_sided_rows(FORM, rows, TwoSided(8, 8)), dense)
+    low = project_layers([(FORM, rows)], by, rows=6, device=torch.device("cpu"))
+    close(low, project_parameters({"w": dense.view(6, 3, 4)}, by))
+    close(two_sided_layer(SideMaps(TwoSided(8, 8), 0), FORM, rows, 1 << 21), dense)
     (block,) = FORM.weight_blocks()
     moments = matrix_moments(block, FORM)
     moments.add(rows, None)
@@ -164,5 +169,5 @@ def test_one_line_lets_schemas_name_it(monkeypatch):
     fields = form_to_fields(FORM)
     with raises(QueryError, "query.unknown_form"):
         form_from_fields(fields)
-    monkeypatch.setitem(_registry._KINDS, "signs", Signs)
+    monkeypatch.setitem(factors._KINDS, "signs", Signs)
     assert form_from_fields(fields) == FORM

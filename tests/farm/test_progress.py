@@ -37,7 +37,7 @@ def test_the_pace_is_found_from_the_rows_themselves(rows_of):
 def test_status_tells_how_long_it_will_take_while_somebody_works(rows_of):
     import farm_jobs
 
-    from gradkeep.datamodels.study._contract import status
+    from gradkeep.datamodels._contract import status
 
     store = rows_of(10)
     rows = store.rows("models")

@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 import gradkeep.store as gs
-from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors import form_from_fields
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the libraries

@@ -14,7 +14,7 @@ from web_pages import NAMES, TEST, TRAIN, WRONG, settled
 
 import gradkeep as gk
 from gradkeep.data import GPT
-from gradkeep.evaluate._map import map_rows
+from gradkeep.evaluate._groups import map_rows
 from gradkeep.store import current_decisions
 
 

@@ -27,7 +27,7 @@ from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import AUTO, choose_option
 from gradkeep.curvature._cholesky import summarize_solutions
 from gradkeep.errors import AttributionError, FarmError
-from gradkeep.factors._registry import form_from_fields, is_whitened
+from gradkeep.factors import form_from_fields, is_whitened
 from gradkeep.farm._run import count_workers, run_parts, split_blocks, validate_workers
 from gradkeep.store import Array, Store
 from gradkeep.store import open as open_store
@@ -136,10 +136,10 @@ class _ScoreJob:
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Score the queries of these blocks."""
-        return [self._score_block(open_store(self.store, create=False), n) for n in numbers]
+        return [self._score_block(number) for number in numbers]
 
-    def _score_block(self, store: Store, number: int) -> dict[str, Any]:
-        scores = attribute(store, ids=self.blocks[number], **self.arguments)
+    def _score_block(self, number: int) -> dict[str, Any]:
+        scores = attribute(self.store, ids=self.blocks[number], **self.arguments)
         values = scores.values if scores.per_layer is None else scores.per_layer
         missing = self.size - values.shape[-2]
         whole = np.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, missing), (0, 0)])

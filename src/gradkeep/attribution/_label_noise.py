@@ -30,12 +30,6 @@ AnyArray = np.ndarray[Any, np.dtype[Any]]
 NoisePattern = Literal["any class", "certain classes"]
 """Flips to all classes alike, or from some classes to certain others."""
 
-_CONFIDENT, _SUREST = 0.3, 0.15
-"""Shares of a class's most confident rows in which flips are counted, for the upper and lower end."""
-_WEAK, _WEAKEST = 0.6, 0.5
-"""Agreement of the model with the labels below which flips per class are not fitted, and below which the
-lower end is zero.
-"""
 _Z = 1.96
 
 
@@ -147,19 +141,21 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
     chosen = even
     # Classes that a weak model confuses would look like flips. Flips per class are fitted for at most
     # 50 classes.
-    if agreed >= _WEAK and classes <= 50 and rows >= 2 * classes * (classes - 1):
+    if agreed >= 0.6 and classes <= 50 and rows >= 2 * classes * (classes - 1):
         free = _Fit(classes, "free").fitted(logs[sample], targets[sample])
         # Akaike's criterion: each parameter must gain a unit of log-likelihood.
         if free.score - even.score > classes * (classes - 1) - 1:
             chosen = free
-            least = _Fit(classes, _count_flips(p, y, _SUREST, bound=_Z))
+            # For the lower end, flips are counted in the most confident rows only.
+            least = _Fit(classes, _count_flips(p, y, 0.15, bound=_Z))
             fits = [free, least.fitted(logs[sample], targets[sample])]
-    flips = _count_flips(p, y, _CONFIDENT)
+    flips = _count_flips(p, y, 0.3)
     unmixed = _logs(_normalize(p @ np.linalg.inv(flips)))
     upper = _Fit(classes, flips).fitted(unmixed[sample], targets[sample])
     estimates = [fit.wrong(logs, targets) for fit in fits]
     wrong = estimates[0]
-    low = np.minimum.reduce(estimates) if agreed >= _WEAKEST else np.zeros_like(wrong)
+    # The lower end is zero for a model that mostly disagrees with the labels.
+    low = np.minimum.reduce(estimates) if agreed >= 0.5 else np.zeros_like(wrong)
     high = np.maximum(wrong, upper.wrong(unmixed, targets))
     ends = sorted(float(part.mean()) for part in (low, wrong, high))
     return LabelNoise(

@@ -9,7 +9,7 @@ from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._question import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
-from gradkeep.factors._registry import form_from_fields, is_whitened
+from gradkeep.factors import form_from_fields, is_whitened
 from gradkeep.query._gradients import open_capture
 
 if TYPE_CHECKING:

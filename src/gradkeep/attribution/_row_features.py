@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.curvature._feature_solvers import ROWS_AT_ONCE
+from gradkeep.curvature._cholesky import ROWS_AT_ONCE
 from gradkeep.curvature._project import project, project_parts
 from gradkeep.errors import AttributionError, BudgetError
 

@@ -72,15 +72,9 @@ def documents_of(name: str, documents: Any, rows: int) -> Documents:
         error=AttributionError,
         kinds="iuUS",
         expected="a number or a text for each row",
+        shape=(rows,),
+        code="attribute.wrong_documents",
     )
-    if per_row.shape != (rows,):
-        raise AttributionError(
-            f"{name} must have one document for each row",
-            code="attribute.wrong_documents",
-            found=f"shape {list(per_row.shape)}",
-            expected=f"[{rows}]",
-            fix="Pass them in the order of scores.train_ids or scores.query_ids.",
-        )
     kinds, first, which = np.unique(per_row, return_index=True, return_inverse=True)
     by_appearance = np.argsort(first, kind="stable")
     places = np.empty(len(kinds), np.int64)

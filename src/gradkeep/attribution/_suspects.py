@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -102,6 +103,17 @@ class Suspects(TableDisplay):
         threshold = noise.threshold(precision)
         order = np.argsort(-noise.wrong, kind="stable")
         return np.asarray(self.ids[order[: 0 if threshold is None else threshold.rows]])
+
+    def _ordered(self) -> Suspects:
+        """Sort the rows by suspicion, and describe the measure."""
+        order = np.argsort(-self.values, kind="stable")
+        parts: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name)[order]
+            for name in ("ids", "values", "labels", "predicted")
+        }
+        noise = None if self.noise is None else self.noise.take(order)
+        measures = _DOCUMENT_MEASURES if self.documents else _MEASURES
+        return dataclasses.replace(self, **parts, noise=noise, measure=measures[self.by])
 
     def _noise(self) -> LabelNoise:
         if self.noise is None:
@@ -209,16 +221,12 @@ def suspects(
         if predictions
         else []
     )
-    return _ordered(
-        ids=blocks[0].ids,
-        values=values,
-        labels=captured_labels,
-        predicted=np.array(commonest) if predictions else None,
-        by=by or "loss",
-        checkpoints=tuple(str(place) for place in question.checkpoints),
-        noise=noise,
+    checkpoint_names = tuple(str(place) for place in question.checkpoints)
+    return Suspects(
+        *(blocks[0].ids, values, captured_labels, np.array(commonest) if predictions else None),
+        *(by or "loss", checkpoint_names, noise),
         documents=documents,
-    )
+    )._ordered()
 
 
 def _by_probabilities(probabilities: Any, labels: Any, ids: Any, by: SuspicionMeasure) -> Suspects:
@@ -249,40 +257,8 @@ def _by_probabilities(probabilities: Any, labels: Any, ids: Any, by: SuspicionMe
             fix="Pass by='loss'.",
         )
     losses = -np.log(np.clip(p[np.arange(len(own)), own], 1e-12, 1))
-    return _ordered(
-        ids=numbers,
-        values=losses if by == "loss" or noise is None else noise.wrong,
-        labels=own,
-        predicted=p.argmax(1),
-        by=by,
-        checkpoints=(),
-        noise=noise,
-    )
-
-
-def _ordered(
-    *,
-    ids: AnyArray,
-    values: AnyArray,
-    labels: AnyArray | None,
-    predicted: AnyArray | None,
-    by: SuspicionMeasure,
-    checkpoints: tuple[str, ...],
-    noise: LabelNoise | None,
-    documents: bool = False,
-) -> Suspects:
-    order = np.argsort(-values, kind="stable")
-    return Suspects(
-        ids=ids[order],
-        values=values[order],
-        labels=None if labels is None else labels[order],
-        predicted=None if predicted is None else predicted[order],
-        by=by,
-        checkpoints=checkpoints,
-        noise=None if noise is None else noise.take(order),
-        measure=_DOCUMENT_MEASURES[by] if documents else _MEASURES[by],
-        documents=documents,
-    )
+    values = losses if by == "loss" or noise is None else noise.wrong
+    return Suspects(numbers, values, own, p.argmax(1), by, (), noise)._ordered()
 
 
 def _noise_in(blocks: Sequence[Block]) -> LabelNoise | None:

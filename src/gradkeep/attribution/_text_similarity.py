@@ -63,28 +63,26 @@ def text_similarity(
     query_grams, train_grams = ([_ngrams(row, words) for row in side] for side in sides)
     score = _cosines if how == "tfidf" else _okapi
     values = score(query_grams, train_grams)
-    ids = [
-        np.arange(len(side))
-        if passed is None
-        else _arguments.whole_numbers(name, passed, error=AttributionError)
-        for name, side, passed in zip(
-            ("query_ids", "train_ids"), sides, (query_ids, train_ids), strict=True
-        )
-    ]
-    for name, side, own in zip(("query_ids", "train_ids"), sides, ids, strict=True):
-        if len(own) != len(side):
-            raise AttributionError(
-                f"{name} must have one id for each text",
-                code="attribute.wrong_ids",
-                found=f"{len(own)} ids for {len(side)} texts",
-            )
     return Scores(
         values,
-        ids[0],
-        ids[1],
+        _ids("query_ids", query_ids, len(queries)),
+        _ids("train_ids", train_ids, len(train)),
         method="text-similarity" if how == "tfidf" else "bm25",
         scale=f"{'cosine of TF-IDF vectors' if how == 'tfidf' else 'BM25'} of runs of up to {words} words",
     )
+
+
+def _ids(name: str, passed: Any, count: int) -> Any:
+    if passed is None:
+        return np.arange(count)
+    ids = _arguments.whole_numbers(name, passed, error=AttributionError)
+    if len(ids) != count:
+        raise AttributionError(
+            f"{name} must have one id for each text",
+            code="attribute.wrong_ids",
+            found=f"{len(ids)} ids for {count} texts",
+        )
+    return ids
 
 
 def _cosines(queries: list[list[str]], train: list[list[str]]) -> Any:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep import _arguments
 from gradkeep._ranks import column_correlations
 from gradkeep.errors import AttributionError
 
@@ -30,8 +29,6 @@ HALVES = "halves"
 """Fingerprint of subset models that are a ground truth: every second subset is for reporting."""
 _RETRAINED = ".removals."
 """Part of the names of models that were trained without chosen rows, which are not random subsets."""
-LEAST = 10
-"""Least number of subset models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,15 +44,7 @@ class SubsetOutcomes:
 
 def subset_digests(masks: AnyArray) -> tuple[str, ...]:
     """Compute a short digest of each subset `[m, N]`, to detect shared subsets."""
-    subsets = _arguments.array("masks", masks, error=AttributionError)
-    if subsets.ndim != 2:
-        raise AttributionError(
-            "masks must be two-dimensional",
-            code="attribute.wrong_shape",
-            found=f"shape {list(subsets.shape)}",
-            expected="[m, N]",
-        )
-    packed = np.packbits(subsets.astype(bool), axis=1)
+    packed = np.packbits(np.asarray(masks).astype(bool), axis=1)
     return tuple(xxhash.xxh3_64_hexdigest(row.tobytes()) for row in packed)
 
 
@@ -117,12 +106,12 @@ def subset_outcomes(question: AttributionQuestion, subsets: Any) -> SubsetOutcom
             found=f"masks {list(masks.shape)}, outputs {list(outputs.shape)}",
             expected=f"[m, {rows}] and [m, {num_queries}], in the order of the captures",
         )
-    if len(masks) < LEAST:
+    if len(masks) < 10:
         raise AttributionError(
             "there are too few subset models to choose an option",
             code="attribute.few_subsets",
             found=len(masks),
-            expected=f"at least {LEAST}",
+            expected="at least 10",
         )
     return SubsetOutcomes(
         name, masks.astype(bool), outputs[:, question.positions].astype(np.float64)

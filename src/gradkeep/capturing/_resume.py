@@ -34,9 +34,9 @@ from gradkeep.capturing._readiness import device_of, has_active_dropout, in_doub
 from gradkeep.capturing._storage import Adjustments, storage_of
 from gradkeep.capturing.tasks._tasks import measure_losses
 from gradkeep.errors import CaptureError, NotSealedError
+from gradkeep.factors import form_from_fields
 from gradkeep.factors._bits import Bits
 from gradkeep.factors._outer import Outer
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._tied import places_array
 from gradkeep.query._gradients import gradients_of
 

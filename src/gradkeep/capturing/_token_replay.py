@@ -21,9 +21,9 @@ from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradie
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched_modules
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
+from gradkeep.factors import basis_of
 from gradkeep.factors._form import FactoredForm, dot_directions, widened
 from gradkeep.factors._lookup import Lookup, LookupRows
-from gradkeep.factors._registry import basis_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

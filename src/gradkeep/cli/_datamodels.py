@@ -100,8 +100,8 @@ def init(
     """
     import gradkeep.store as stores
     from gradkeep.compat import datamodels as layouts
-    from gradkeep.datamodels.study import _contract as study
-    from gradkeep.datamodels.study._spec import COMPLETED, Spec
+    from gradkeep.datamodels import _contract as study
+    from gradkeep.datamodels._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
         raise DatamodelsError(
@@ -144,7 +144,7 @@ def status(
     json: JsonOption = False,
 ) -> None:
     """Show finished, running and failed models, the reasons of failures, and the remaining time."""
-    from gradkeep.datamodels.study import _contract as study
+    from gradkeep.datamodels import _contract as study
 
     status = study.status(open_models(store), name=name, max_attempts=attempts)
     if json:
@@ -241,7 +241,7 @@ def _run(
 ) -> None:
     from gradkeep._display import progress
     from gradkeep.compat.datamodels import OLD_NAME
-    from gradkeep.datamodels.study import _contract as study
+    from gradkeep.datamodels import _contract as study
 
     opened = open_models(store)
     if retry:

@@ -104,7 +104,7 @@ def _trained_data(
     """Read the masks `[m, n]` and outputs `[m, t]` of the finished models."""
     import numpy as np
 
-    from gradkeep.datamodels.study._contract import models_of
+    from gradkeep.datamodels._contract import models_of
 
     rows = models_of(opened, name)
     names = [array.name for array in rows.schema.arrays]

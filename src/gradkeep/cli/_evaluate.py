@@ -39,7 +39,7 @@ from gradkeep.errors import EvaluationError, GradkeepError
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate import Evaluation
-    from gradkeep.evaluate._judging import Judgement
+    from gradkeep.evaluate._lds import Judgement
     from gradkeep.store import Store
 
 TruthOption = Annotated[

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from gradkeep.query._engine import ComputeSpec
 
 
-_NEGLIGIBLE = 1e-6
-"""Eigenvalues below this share of the largest are rounding errors."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Preconditioner:
     """Approximation U diag(values) U^T + damping I of a matrix, whose powers are cheap to multiply with."""
@@ -65,15 +61,17 @@ def nystrom_preconditioner(columns: Tensor, chosen: Tensor, damping: float) -> P
     tensor([1., 4.], dtype=torch.float64)
     """
     core = columns[chosen].double()
-    core = (core + core.t()) / 2
-    values, rotation = torch.linalg.eigh(core)
-    is_large = values > _NEGLIGIBLE * values[-1].clamp(min=1e-300)
     # C core^-1 C^T = B B^T, and U are the left singular vectors of B.
-    half = columns @ (rotation[:, is_large] / values[is_large].sqrt()).float()
-    values, rotation = torch.linalg.eigh((half.t() @ half).double())
-    is_large = values > _NEGLIGIBLE * values[-1:].clamp(min=1e-300)
-    vectors = half @ (rotation[:, is_large] / values[is_large].sqrt()).float()
-    return Preconditioner(vectors, values[is_large], damping)
+    half, _ = _times_root(columns, (core + core.t()) / 2)
+    return Preconditioner(*_times_root(half, (half.t() @ half).double()), damping)
+
+
+def _times_root(columns: Tensor, core: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply with the inverse root of a matrix, up to rounding errors; also return its eigenvalues."""
+    values, rotation = torch.linalg.eigh(core)
+    is_large = values > 1e-6 * values[-1:].clamp(min=1e-300)
+    root = rotation[:, is_large] / values[is_large].sqrt()
+    return columns @ root.float(), values[is_large]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,13 +129,8 @@ def block_conjugate_gradients(
             return Solved(solution, steps, worst)
         if steps >= max_steps:
             break
-    raise AttributionError(
-        f"conjugate gradients did not converge in {steps} steps",
-        code="attribute.not_converged",
-        found=f"a relative residual of {worst:.2g}",
-        expected=f"{tolerance:g}",
-        fix="Use a larger damping= or tolerance=, or solver='cholesky'.",
-    )
+    fix = "Use a larger damping= or tolerance=, or solver='cholesky'."
+    raise _not_converged(steps, worst, tolerance, fix)
 
 
 def _one_run(
@@ -156,12 +149,7 @@ def _one_run(
     along, solution = basis.clone(), torch.zeros_like(right)
     for step in range(1, most + 1):
         moved = preconditioner.root(product(preconditioner.root(along, -0.5)), -0.5)
-        if not bool(moved.isfinite().all()):
-            raise AttributionError(
-                "a product with the kernel is not finite",
-                code="attribute.not_finite",
-                fix="Check the gradients: gk.gradients(store, split=...).norms().",
-            )
+        _require_finite(moved)
         bend = _factor(along, moved)
         solution.addmm_(along, torch.cholesky_solve(sizes.double(), bend).float())
         basis, rotation = torch.linalg.qr(basis - moved @ torch.cholesky_inverse(bend).float())
@@ -172,6 +160,25 @@ def _one_run(
             break
         along = torch.addmm(basis, along, rotation.t())
     return preconditioner.root(solution, -0.5), step if most else 0
+
+
+def _require_finite(product: Tensor) -> None:
+    if not bool(product.isfinite().all()):
+        raise AttributionError(
+            "a product of gradients is not finite",
+            code="attribute.not_finite",
+            fix="Check the gradients: gk.gradients(store, split=...).norms().",
+        )
+
+
+def _not_converged(steps: int, residual: float, tolerance: float, fix: str) -> AttributionError:
+    return AttributionError(
+        f"conjugate gradients did not converge in {steps} steps",
+        code="attribute.not_converged",
+        found=f"a relative residual of {residual:.2g}",
+        expected=f"{tolerance:g}",
+        fix=fix,
+    )
 
 
 def _factor(along: Tensor, moved: Tensor) -> Tensor:
@@ -300,10 +307,6 @@ def cheapest_products(
     return KernelProducts(train, (), tuple(train.forms), compute), sum(moved.values())
 
 
-ARRAYS = 10
-"""Arrays of N numbers per right-hand side while it is solved."""
-
-
 @dataclass(slots=True, eq=False)
 class ConjugateSolver:
     """Solve M x = b by block conjugate gradients, `columns` right-hand sides at a time."""
@@ -417,11 +420,12 @@ def _conjugate_cost(kernel: WeightedKernel, queries: int, pairs: dict[str, float
     held = 4 * 3 * rows * pivots_for(rows, kernel.free_bytes)
     count = max(1, queries)
     products, seconds = cheapest_products(kernel.train, count, kernel.compute, pairs)
-    each = 4 * (ARRAYS * rows + 3 * products.moved_values)
+    # Ten arrays of N numbers per right-hand side while it is solved.
+    each = 4 * (10 * rows + 3 * products.moved_values)
     columns = max(1, min(count, (free_bytes - held) // each))
-    if columns < count:
+    if columns < count:  # fewer columns may favor other products
         products, seconds = cheapest_products(kernel.train, columns, kernel.compute, pairs)
-        each = 4 * (ARRAYS * rows + 3 * products.moved_values)
+        each = 4 * (10 * rows + 3 * products.moved_values)
         columns = max(1, min(count, (free_bytes - held) // each))
     # Fewer than 16 right-hand sides at a time are not worth their steps.
     least = held + each * min(count, 16)
@@ -466,3 +470,92 @@ def kernel_solver(
     assert chosen.products is not None
     preconditioner = build_preconditioner(kernel, pivots_for(kernel.rows, kernel.free_bytes))
     return ConjugateSolver(kernel, chosen.products, preconditioner, chosen.columns, tolerance)
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], right: Tensor, *, tolerance: float, max_steps: int
+) -> Tensor:
+    """Solve A x = right for x `[K, P]`, of a positive definite A given by its products.
+
+    Each to |A x - right| <= tolerance |right|, or raise. Cost: one product per step.
+
+    >>> conjugate_gradients(lambda x: 2 * x, torch.ones(1, 3), tolerance=1e-6, max_steps=3)
+    tensor([[0.5000, 0.5000, 0.5000]])
+    """
+    solution, residual = torch.zeros_like(right), right.clone()
+    along, size = residual.clone(), residual.square().sum(1)
+    goal = tolerance**2 * size
+    for _ in range(max_steps):
+        if bool((size <= goal).all()):
+            return solution
+        curved = product(along)
+        bend = (along * curved).sum(1)
+        _require_finite(curved)
+        unsolved = size > goal
+        if bool((bend[unsolved] <= 0).any()):
+            raise AttributionError(
+                "the damped curvature is not positive definite",
+                code="attribute.negative_curvature",
+                found=f"v^T (A + damping) v = {float(bend[unsolved].min()):.3g}",
+                fix="Use curvature='ggn' or 'fisher', or a larger damping=.",
+            )
+        step = torch.where(unsolved, size / bend, torch.zeros_like(bend)).unsqueeze(1)
+        solution, residual = solution + step * along, residual - step * curved
+        before, size = size, residual.square().sum(1)
+        grown = torch.where(before > 0, size / before, torch.zeros_like(size))
+        along = residual + grown.unsqueeze(1) * along
+    if bool((size <= goal).all()):
+        return solution
+    worst = float((size / right.square().sum(1).clamp(min=1e-300)).sqrt().max())
+    fix = "Use a larger damping=, max_steps= or tolerance=."
+    raise _not_converged(max_steps, worst, tolerance, fix)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eigenpairs:
+    """Eigenvalues `[r]`, descending, and eigenvectors `[r, P]` of norm one."""
+
+    values: Tensor
+    vectors: Tensor
+
+
+def lanczos(
+    product: Callable[[Tensor], Tensor], start: Tensor, *, iterations: int, rank: int
+) -> Eigenpairs:
+    """Compute the `rank` largest positive eigenpairs in the Krylov space of `start` `[P]`.
+
+    Arnoldi's iteration: every new vector is made orthogonal, twice, to all earlier ones. Cost: one product per
+    iteration, iterations x P values.
+
+    >>> pairs = lanczos(lambda v: v * torch.tensor([3.0, 2.0, 1.0]), torch.ones(3), iterations=3, rank=2)
+    >>> pairs.values
+    tensor([3.0000, 2.0000])
+    """
+    steps = min(iterations, len(start))
+    basis = start.new_zeros(steps, len(start))
+    small = start.new_zeros(steps, steps)
+    vector, count = start / start.norm(), 0
+    for count in range(1, steps + 1):
+        basis[count - 1] = vector
+        moved = product(vector)
+        _require_finite(moved)
+        known = basis[:count]
+        shares = known @ moved
+        small[:count, count - 1] = shares
+        rest = moved - shares @ known
+        rest = rest - (known @ rest) @ known
+        # The rest is rounding: the space is closed under the product.
+        if float(rest.norm()) <= 1e-6 * float(moved.norm()):
+            break
+        vector = rest / rest.norm()
+    # The matrix is symmetric; only its upper half is filled.
+    values, rotation = torch.linalg.eigh(small[:count, :count], UPLO="U")
+    above = values > 1e-10 * values.abs().amax()  # below it, zero up to rounding
+    order = [at for at in range(count - 1, -1, -1) if bool(above[at])][:rank]
+    if not order:
+        raise AttributionError(
+            "the curvature has no positive eigenvalue",
+            code="attribute.no_positive_eigenvalue",
+            fix="Use curvature='ggn' or 'fisher', more iterations=, or another checkpoint.",
+        )
+    return Eigenpairs(values[order], rotation[:, order].T @ basis[:count])

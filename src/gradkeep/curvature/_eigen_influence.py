@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.curvature._basis import MatrixBasis
-from gradkeep.curvature._coordinates import coordinates, rotated_factors
+from gradkeep.curvature._basis import MatrixBasis, coordinates, rotated_factors
 from gradkeep.curvature._row_parts import only_layer, row_parts
 from gradkeep.factors._arithmetic import pairwise
 from gradkeep.factors._outer import Outer, OuterRows
@@ -22,13 +21,6 @@ if TYPE_CHECKING:
     from gradkeep.curvature._basis import Basis
     from gradkeep.curvature._fisher import CoordinateRows, Damping, LayerFisher
     from gradkeep.query import Gradients
-
-
-_STEP = 16
-"""Columns are taken in steps of 16, so that neighboring rows have equally many."""
-_ROWS, _COLUMNS = 512, 4096
-"""Training rows, and their coordinates, that are multiplied at a time: small enough for the cache,
-large enough for a fast product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +37,10 @@ class EigenBlock:
         return slice(self.start, self.stop)
 
     def pieces(self) -> list[EigenBlock]:
-        """Split into parts of some thousand coordinates."""
+        """Split into parts of 4096 coordinates, which stay in the cache."""
         if not self.cols:
             return []
-        step = max(1, _COLUMNS // self.cols)
+        step = max(1, 4096 // self.cols)
         starts = range(self.start, self.stop, step)
         return [EigenBlock(at, min(at + step, self.stop), self.cols) for at in starts]
 
@@ -91,7 +83,8 @@ class SinglePositionInfluence:
         out = torch.empty(len(positions), len(train))
         widest = max((part.shape[1] for part in weighed), default=1)
         free_bytes = DEFAULT_BUDGET if memory_budget is None else memory_budget
-        rows = max(1, min(_ROWS, free_bytes // 16 // (4 * widest)))
+        # 512 training rows at a time stay in the cache.
+        rows = max(1, min(512, free_bytes // 16 // (4 * widest)))
         held = 4 * (len(g) * self.leading_size + 2 * out.numel() + rows * widest)
         for first, ours, theirs in self._train(train, memory_budget, held):
             for start in range(0, len(ours), rows):
@@ -188,7 +181,8 @@ def _blocks(is_large: Tensor) -> tuple[EigenBlock, ...]:
     """
     last = (is_large * torch.arange(1, is_large.shape[1] + 1)).amax(1)
     most = last.flip(0).cummax(0).values.flip(0)
-    cols = (-(-most // _STEP) * _STEP).clamp(max=is_large.shape[1])
+    # In steps of 16, so that neighboring rows have equally many.
+    cols = (-(-most // 16) * 16).clamp(max=is_large.shape[1])
     kinds, counts = torch.unique_consecutive(cols, return_counts=True)
     ends = counts.cumsum(0)
     bounds = zip((ends - counts).tolist(), ends.tolist(), kinds.tolist(), strict=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.curvature._basis import MatrixBasis, VectorBasis, eigen_side
-from gradkeep.curvature._coordinates import coordinate_squares
+from gradkeep.curvature._basis import MatrixBasis, VectorBasis, coordinate_squares, eigen_side
 from gradkeep.curvature._eigen_influence import empty_rows, room_for_rows
 from gradkeep.curvature._moments import MatrixMoments, StoredMoments, VectorMoments, matrix_moments
 from gradkeep.curvature._row_parts import held_rows, joined, row_parts
@@ -22,7 +21,7 @@ from gradkeep.factors._weights import WeightMatrix
 from gradkeep.query._engine import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from gradkeep.curvature._basis import Basis, EigenSide
     from gradkeep.curvature._moments import SideMoments
@@ -123,25 +122,18 @@ class LayerFisher:
         return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KroneckerFisher:
-    """Fisher matrices of all chosen layers, which are independent."""
-
-    layers: Mapping[str, LayerFisher]
-
-
 _RETAINED_SHARE = 4
 """Coordinates that stay until the last query take a fourth of what those of one layer may."""
 
 
 def fisher(
     gradients: Gradients, *, corrected: bool, memory_budget: float | str | None = None
-) -> KroneckerFisher:
+) -> dict[str, LayerFisher]:
     """Compute the mean of g g^T over all rows as Kronecker products, for all layers: see `FisherFit`."""
     fit = FisherFit(gradients, corrected=corrected, memory_budget=memory_budget, row_space=True)
     layers = {name: fit.layer(name) for name in gradients.forms}
     fit.check()
-    return KroneckerFisher(layers)
+    return layers
 
 
 class FisherFit:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from gradkeep.curvature._basis import RowSpace, eigen_side, even
+from gradkeep.curvature._basis import RowSpace, eigen_side, even, scaled_suffixes
 from gradkeep.errors import NotSealedError
-from gradkeep.factors._arithmetic import CACHED, row_of, spans, squared, tiles
+from gradkeep.factors import form_from_fields
+from gradkeep.factors._arithmetic import CACHED, squared, tiles
 from gradkeep.factors._dense import WHOLE
 from gradkeep.factors._form import form_to_fields, has_factors
-from gradkeep.factors._registry import form_from_fields
 from gradkeep.store import Array, Schema, Store
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from gradkeep.query._gradients import Gradients
     from gradkeep.store import Block, CaptureKey
 
-_POSITIONS = 4096
-"""Positions that are summed in their own precision before they are added to the total."""
 WIDE = 4096
 """Sides longer than this use only the diagonal of their moments, unless a linear layer has fewer
 positions than that (`RowSpace`)."""
@@ -153,8 +151,9 @@ class LinearMoments(MatrixMoments):
             rows = rows.at_positions((rows.g != 0).any(1))
         g = scaled_suffixes(rows.g, rows.offsets, slopes)
         plus_one = self.form.bias and not self.form.ones
-        for start in range(0, len(g), _POSITIONS):
-            some = slice(start, start + _POSITIONS)
+        # 4096 positions are summed in their own precision before they are added to the total.
+        for start in range(0, len(g), 4096):
+            some = slice(start, start + 4096)
             for high in self._high.add(g[some]):
                 self.left[0] += moment(high, self.left[0])
             if not self._wide.open:
@@ -377,14 +376,6 @@ class VectorMoments:
     def mean(self) -> Tensor:
         """Return the mean, `[size, size]` or `[size]`."""
         return self.moment / max(1, self.rows)
-
-
-def scaled_suffixes(g: Tensor, offsets: Tensor | None, slopes: Tensor | None) -> Tensor:
-    """Return suffixes `[S, d]` times the slopes of their rows."""
-    if slopes is None:
-        return g
-    where = slopes if offsets is None else slopes[row_of(spans(offsets, len(g)), slopes.device)]
-    return g * where[:, None].to(g.dtype)
 
 
 _SIDES = {"left": "suffixes", "right": "prefixes"}

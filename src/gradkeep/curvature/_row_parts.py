@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.factors._arithmetic import RESTORED
 from gradkeep.factors._convolution import ConvolutionRows
-from gradkeep.factors._form import has_factors, restored_tiles
+from gradkeep.factors._form import Form, has_factors
 from gradkeep.factors._outer import OuterRows
 from gradkeep.query._engine import stream_shares
 
@@ -134,13 +133,9 @@ def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
     """Return sums `[K, P]` of the gradients of some rows with the weights `shares` `[K, B]`."""
     # With many positions a sum costs as much as restoring all rows, so restore them once.
     shared = has_factors(form) and not form.sparse and rows.positions > len(rows)
-    if len(shares) == 1 or not shared:
-        return form.weighted_sum(rows, shares)
-    out = shares.new_zeros(len(shares), form.restored_size)
-    for start, stop, dense in restored_tiles(form, rows, RESTORED):
-        out.addmm_(shares[:, start:stop], dense)
-        del dense  # before the next is made
-    return out
+    if len(shares) > 1 and shared:
+        return Form.weighted_sum(form, rows, shares)
+    return form.weighted_sum(rows, shares)
 
 
 def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:

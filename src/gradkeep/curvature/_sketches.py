@@ -17,7 +17,7 @@ from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
 from gradkeep.curvature import _random
 from gradkeep.errors import AttributionError
-from gradkeep.factors._arithmetic import sum_rows
+from gradkeep.factors._arithmetic import CACHED, sum_rows
 
 if TYPE_CHECKING:
     from gradkeep.factors._arithmetic import Spans
@@ -331,16 +331,7 @@ def _cached_sketch(projection: Projection, model: object) -> GradientSketch:
     return GradientSketch(projection, model)
 
 
-SketchMethod = Literal["matrix", "blocks", "spectrum"]
-_FEW = 1 << 14
-"""Values below which a block is not worth its own operation."""
-_CALL, _ADD, _MOVE, _SCATTER, _BUTTERFLY, _PRODUCT = 3500.0, 0.15, 0.6, 1.0, 0.17, 0.04
-"""Nanoseconds to call an operation and, per value, to add inside the cache, to move outside of it,
-to scatter, to transform and to multiply."""
-_ROWS = 64
-"""Rows at once that costs are compared for."""
-_CACHED = 1 << 21
-"""Bytes of the rows of the sum that blocks are added to, one after the other."""
+SketchMethod = Literal["matrix", "spectrum"]
 
 
 class TensorSketch:
@@ -367,9 +358,9 @@ class TensorSketch:
         flat = self._folded(values)
         count, device = len(values), values.device
         # Few rows of the sum at a time, so that they stay in the cache for all blocks.
-        step = max(1, _CACHED // (2 * self.dim * values.element_size()))
+        step = max(1, CACHED // (2 * self.dim * values.element_size()))
         signs = self._row_signs.tolist()
-        if min(step, count) * self.width < _FEW:
+        if min(step, count) * self.width < 1 << 14:  # a block is not worth its own operation
             index = (self._shifts[:, None] + torch.arange(self.width)).flatten().to(device)
             flat = flat * self._row_signs[:, None].to(flat)
             into.buffer[start : start + count].index_add_(1, index, flat.reshape(count, -1))
@@ -379,26 +370,6 @@ class TensorSketch:
             some = flat[first : first + step]
             for row, (shift, sign) in enumerate(zip(self._shifts.tolist(), signs, strict=True)):
                 target[:, shift : shift + self.width].add_(some[:, row], alpha=sign)
-
-    def add_blocks(
-        self, into: ProjectionSum, start: int, suffixes: Tensor, prefixes: Tensor
-    ) -> None:
-        """Add products `[b, R] x [b, C]` of one position per row, without forming them.
-
-        R C operations per row.
-        """
-        prefixes = self._folded(prefixes)
-        suffixes = suffixes * self._row_signs.to(suffixes)
-        step = max(1, _CACHED // (2 * self.dim * suffixes.element_size()))
-        shifts, width = self._shifts.tolist(), self.width
-        for first in range(0, len(suffixes), step):
-            some, times = (
-                prefixes[first : first + step],
-                suffixes[first : first + step].t().unsqueeze(2),
-            )
-            target = into.buffer[start + first : start + first + len(some)]
-            for row, shift in enumerate(shifts):
-                target[:, shift : shift + width].addcmul_(some, times[row])
 
     def add_spectrum(
         self,
@@ -438,29 +409,17 @@ class TensorSketch:
         into.buffer.view(-1).index_add_(0, index.flatten(), flat.flatten())
 
     def choose_method(self, positions: float, *, patches: bool = False) -> SketchMethod:
-        """Choose the cheapest method for rows with this many positions; `matrix` restores them first."""
-        return min(self.costs(positions, patches=patches).items(), key=lambda item: item[1])[0]
-
-    def costs(self, positions: float, *, patches: bool = False) -> dict[SketchMethod, float]:
-        """Return the approximate nanoseconds per row of each method, independent of the batch.
+        """Choose the cheaper method for rows with this many positions; `matrix` restores them first.
 
         With `patches` the columns are those of a convolution, which must be built.
         """
-        size = self.rows * self.cols
-        calls = self.rows * _CALL / _ROWS
-        put = _MOVE * size + calls if _ROWS * self.width >= _FEW else _SCATTER * size
-        transform = _BUTTERFLY * self.dim * math.log2(self.dim + 1)
-        position = 2 * transform + _MOVE * (self.dim + self.cols) + _SCATTER * self.rows
-        if patches:
-            # 4 ns per value of a patch, which is built by position, not by channel.
-            position += 4.0 * self.cols
-        costs: dict[SketchMethod, float] = {
-            "matrix": _PRODUCT * positions * size + 2 * _MOVE * size + put,
-            "spectrum": positions * position,
-        }
-        if positions == 1 and not patches:
-            costs["blocks"] = _ADD * size + calls
-        return costs
+        # Nanoseconds per row: multiplying and moving the values of a weight, against two transforms
+        # of k numbers per position with what they read and write.
+        restored = self.rows * self.cols * (1.8 + 0.04 * positions)
+        transform = 0.17 * self.dim * math.log2(self.dim + 1)
+        position = 2 * transform + 0.6 * (self.dim + self.cols) + self.rows
+        position += 4.0 * self.cols if patches else 0.0
+        return "spectrum" if positions * position < restored else "matrix"
 
     def _folded(self, values: Tensor) -> Tensor:
         return folded(values, self._col_signs.to(values.device), self._col_shifts, self.dim)

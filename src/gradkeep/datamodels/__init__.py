@@ -1,19 +1,25 @@
 """Datamodels: linear maps from training subsets to a model's outputs, and what they tell.
 
-How they are fitted is in `fitting`, what they tell in `analyses`, and how the models are trained that
-they are fitted to in `study`.
+Studies train models on subsets (`_study`), `_fit` fits them, and the analyses read the weights.
 """
 
-from gradkeep.datamodels.analyses._removal import Counterfactual as Counterfactual
-from gradkeep.datamodels.analyses._removal import DataSupport as DataSupport
-from gradkeep.datamodels.analyses._removal import VerifiedRemovals as VerifiedRemovals
-from gradkeep.datamodels.analyses._removal import counterfactual, data_support, verify_removals
-from gradkeep.datamodels.analyses._similarity import Clusters as Clusters
-from gradkeep.datamodels.analyses._similarity import Comparison as Comparison
-from gradkeep.datamodels.analyses._similarity import Components as Components
-from gradkeep.datamodels.analyses._similarity import Neighbors as Neighbors
-from gradkeep.datamodels.analyses._similarity import RankedPairs as RankedPairs
-from gradkeep.datamodels.analyses._similarity import (
+from gradkeep.datamodels._correlation import Correlation as Correlation
+from gradkeep.datamodels._correlation import correlation
+from gradkeep.datamodels._fit import fit
+from gradkeep.datamodels._masks import Masks, planted
+from gradkeep.datamodels._masks import PlantedData as PlantedData
+from gradkeep.datamodels._masks import draw_masks as draw_masks
+from gradkeep.datamodels._removal import Counterfactual as Counterfactual
+from gradkeep.datamodels._removal import DataSupport as DataSupport
+from gradkeep.datamodels._removal import VerifiedRemovals as VerifiedRemovals
+from gradkeep.datamodels._removal import counterfactual, data_support, verify_removals
+from gradkeep.datamodels._result import Datamodels, load
+from gradkeep.datamodels._similarity import Clusters as Clusters
+from gradkeep.datamodels._similarity import Comparison as Comparison
+from gradkeep.datamodels._similarity import Components as Components
+from gradkeep.datamodels._similarity import Neighbors as Neighbors
+from gradkeep.datamodels._similarity import RankedPairs as RankedPairs
+from gradkeep.datamodels._similarity import (
     clusters,
     compare,
     components,
@@ -22,27 +28,19 @@ from gradkeep.datamodels.analyses._similarity import (
     neighbors,
     similarity,
 )
-from gradkeep.datamodels.analyses._valuation import DataValues as DataValues
-from gradkeep.datamodels.analyses._valuation import Memorization as Memorization
-from gradkeep.datamodels.analyses._valuation import memorization, values
-from gradkeep.datamodels.analyses._weights import Groups as Groups
-from gradkeep.datamodels.analyses._weights import LearningCurve as LearningCurve
-from gradkeep.datamodels.analyses._weights import TopExamples as TopExamples
-from gradkeep.datamodels.analyses._weights import by_group, learning_curve, top
-from gradkeep.datamodels.fitting._correlation import Correlation as Correlation
-from gradkeep.datamodels.fitting._correlation import correlation
-from gradkeep.datamodels.fitting._fit import fit
-from gradkeep.datamodels.fitting._masks import Masks, planted
-from gradkeep.datamodels.fitting._masks import PlantedData as PlantedData
-from gradkeep.datamodels.fitting._masks import draw_masks as draw_masks
-from gradkeep.datamodels.fitting._result import Datamodels, load
-from gradkeep.datamodels.study._spec import Output as Output
-from gradkeep.datamodels.study._spec import confidences as confidences
-from gradkeep.datamodels.study._spec import correct as correct
-from gradkeep.datamodels.study._spec import losses, margins
-from gradkeep.datamodels.study._spec import output as output
-from gradkeep.datamodels.study._study import Study
-from gradkeep.datamodels.study._training import Training
+from gradkeep.datamodels._spec import Output as Output
+from gradkeep.datamodels._spec import confidences as confidences
+from gradkeep.datamodels._spec import correct as correct
+from gradkeep.datamodels._spec import losses, margins
+from gradkeep.datamodels._spec import output as output
+from gradkeep.datamodels._study import Study
+from gradkeep.datamodels._training import Training
+from gradkeep.datamodels._weights import DataValues as DataValues
+from gradkeep.datamodels._weights import Groups as Groups
+from gradkeep.datamodels._weights import LearningCurve as LearningCurve
+from gradkeep.datamodels._weights import Memorization as Memorization
+from gradkeep.datamodels._weights import TopExamples as TopExamples
+from gradkeep.datamodels._weights import by_group, learning_curve, memorization, top, values
 
 __all__ = [
     "Datamodels",

@@ -16,17 +16,16 @@ from gradkeep.evaluate._groups import (
     find_leaks,
     select_rows,
 )
-from gradkeep.evaluate._judging import (
+from gradkeep.evaluate._labels import label_detection, out_of_fold, rank_sum, suggest_labels
+from gradkeep.evaluate._lds import (
     datamodel_scores,
     hybrid,
     judge_methods,
+    lds,
 )
-from gradkeep.evaluate._labels import label_detection, out_of_fold, rank_sum, suggest_labels
-from gradkeep.evaluate._lds import lds
 from gradkeep.evaluate._recipe import Recipe
-from gradkeep.evaluate._removal import leave_one_out, removal_curve
+from gradkeep.evaluate._removal import check_removal, leave_one_out, removal_curve, verify_rows
 from gradkeep.evaluate._truth import ground_truth, load_truth
-from gradkeep.evaluate._verified import check_removal, verify_rows
 
 __all__ = [
     "Evaluation",

@@ -349,18 +349,12 @@ def _classes(side: str, passed: Any, captured: Any, count: int) -> AnyArray:
             code="evaluate.no_classes",
             fix=f"Pass {side}_classes=, or capture with labels.",
         )
-    classes = _arguments.array(
+    return _arguments.array(
         f"{side}_classes",
         values,
         error=EvaluationError,
         kinds="biufUS",
         expected="numbers or words",
+        shape=(count,),
+        code="evaluate.wrong_classes",
     )
-    if classes.shape != (count,):
-        raise EvaluationError(
-            f"{side}_classes must have one class for each row",
-            code="evaluate.wrong_classes",
-            found=list(classes.shape),
-            expected=[count],
-        )
-    return classes

@@ -305,7 +305,47 @@ class Evaluation(TextDisplay):
         Raises:
             EvaluationError: Another evaluation has that name.
         """
-        save_evaluation(store, name, self)
+        fingerprints: dict[str, Any] = {part: getattr(self, part) for part in (*_TEXTS, *_NUMBERS)}
+        fingerprints |= {part: getattr(self.sizes, part) for part in _SIZES}
+        fingerprints |= {"low": self.interval[0], "high": self.interval[1]}
+        if self.captures:
+            fingerprints["captures"] = json.dumps(dict(self.captures), sort_keys=True)
+        values: dict[str, AnyArray] = {
+            "draws": np.asarray(self.draws, np.float64),
+            "items": np.asarray(self.items, np.float64),
+            "item_ids": np.asarray(self.item_ids, np.int64),
+        }
+        if self.curve is not None:
+            fingerprints |= {
+                "along": self.curve.along,
+                "lines": _BETWEEN.join(self.curve.names),
+            }
+            values |= {
+                "curve_at": np.asarray(self.curve.at, np.float64),
+                "curve": np.stack([self.curve.values, self.curve.low, self.curve.high]),
+            }
+        arrays = tuple(
+            Array(part, str(value.dtype), value.shape, kind="data", nan="keep")
+            if value.dtype.kind == "f"
+            else Array(part, str(value.dtype), value.shape, kind="data")
+            for part, value in values.items()
+        )
+        try:
+            with store.write(
+                EvaluationKey(name), Schema(arrays, num_rows=1, fingerprints=fingerprints)
+            ) as out:
+                if out.needs(1):
+                    out.append(np.zeros(1, np.int64), {part: v[None] for part, v in values.items()})
+                else:
+                    out.skip(np.zeros(1, np.int64))
+        except SchemaMismatchError as error:
+            raise EvaluationError(
+                f"another evaluation is saved as {name!r}",
+                code="evaluate.name_taken",
+                path=error.path,
+                found=error.found,
+                fix="Use another name, or delete it with gradkeep delete STORE evaluations/NAME --yes.",
+            ) from None
 
     @classmethod
     @checked(EvaluationError)
@@ -322,7 +362,46 @@ class Evaluation(TextDisplay):
         Raises:
             EvaluationError: There is none, or a capture has changed since.
         """
-        return load_evaluation(store, name)
+        known = [key.name for key in store.evaluations()]
+        if name not in known:
+            raise EvaluationError(
+                f"there is no evaluation {name!r}",
+                code="evaluate.unknown_evaluation",
+                path=store.location,
+                found=", ".join(known) or "no saved evaluations",
+                fix="Save one with `gradkeep evaluate lds STORE` or Evaluation.save.",
+            )
+        try:
+            block = store.read(EvaluationKey(name))
+        except NotSealedError as error:
+            raise EvaluationError(
+                f"the evaluation {name!r} is incomplete",
+                code="evaluate.incomplete",
+                path=error.path,
+                fix="Save it again.",
+            ) from error
+        fingerprints: Mapping[str, Any] = block.schema.fingerprints
+        command = f"gradkeep evaluate all {store.location}"
+        store.require_current(EvaluationKey(name), fingerprints, OutdatedEvaluationError, command)
+        values = {part: np.asarray(block.column(part))[0] for part in block.names}
+        curve = None
+        if "curve" in values:
+            middle, low, high = values["curve"]
+            names = tuple(str(fingerprints["lines"]).split(_BETWEEN))
+            curve = Curve(str(fingerprints["along"]), values["curve_at"], names, middle, low, high)
+        texts: Any = {part: str(fingerprints[part]) for part in _TEXTS}
+        numbers: Any = {part: fingerprints[part] for part in _NUMBERS}
+        return cls(
+            **texts,
+            **numbers,
+            interval=(float(fingerprints["low"]), float(fingerprints["high"])),
+            sizes=SampleSizes(**{part: int(fingerprints[part]) for part in _SIZES}),
+            draws=values["draws"],
+            items=values["items"],
+            item_ids=values["item_ids"],
+            curve=curve,
+            captures=store.capture_identities(fingerprints),
+        )
 
     def plot(self) -> Any:
         """Plot the curve if there is one, else the distribution of the items, as a `matplotlib` figure."""
@@ -483,99 +562,6 @@ class OutdatedEvaluationError(EvaluationError):
     """An evaluation of rows that the store no longer holds."""
 
 
-def save_evaluation(store: Store, name: str, evaluation: Evaluation) -> None:
-    """Write an evaluation under a name; raise if another one has it."""
-    fingerprints: dict[str, Any] = {
-        part: getattr(evaluation, part) for part in (*_TEXTS, *_NUMBERS)
-    }
-    fingerprints |= {part: getattr(evaluation.sizes, part) for part in _SIZES}
-    fingerprints |= {"low": evaluation.interval[0], "high": evaluation.interval[1]}
-    if evaluation.captures:
-        fingerprints["captures"] = json.dumps(dict(evaluation.captures), sort_keys=True)
-    values: dict[str, AnyArray] = {
-        "draws": np.asarray(evaluation.draws, np.float64),
-        "items": np.asarray(evaluation.items, np.float64),
-        "item_ids": np.asarray(evaluation.item_ids, np.int64),
-    }
-    if evaluation.curve is not None:
-        fingerprints |= {
-            "along": evaluation.curve.along,
-            "lines": _BETWEEN.join(evaluation.curve.names),
-        }
-        values |= {
-            "curve_at": np.asarray(evaluation.curve.at, np.float64),
-            "curve": np.stack(
-                [evaluation.curve.values, evaluation.curve.low, evaluation.curve.high]
-            ),
-        }
-    arrays = tuple(
-        Array(part, str(value.dtype), value.shape, kind="data", nan="keep")
-        if value.dtype.kind == "f"
-        else Array(part, str(value.dtype), value.shape, kind="data")
-        for part, value in values.items()
-    )
-    try:
-        with store.write(
-            EvaluationKey(name), Schema(arrays, num_rows=1, fingerprints=fingerprints)
-        ) as out:
-            if out.needs(1):
-                out.append(np.zeros(1, np.int64), {part: v[None] for part, v in values.items()})
-            else:
-                out.skip(np.zeros(1, np.int64))
-    except SchemaMismatchError as error:
-        raise EvaluationError(
-            f"another evaluation is saved as {name!r}",
-            code="evaluate.name_taken",
-            path=error.path,
-            found=error.found,
-            fix="Use another name, or delete it with gradkeep delete STORE evaluations/NAME --yes.",
-        ) from None
-
-
-def load_evaluation(store: Store, name: str) -> Evaluation:
-    """Load an evaluation."""
-    known = [key.name for key in store.evaluations()]
-    if name not in known:
-        raise EvaluationError(
-            f"there is no evaluation {name!r}",
-            code="evaluate.unknown_evaluation",
-            path=store.location,
-            found=", ".join(known) or "no saved evaluations",
-            fix="Save one with `gradkeep evaluate lds STORE` or Evaluation.save.",
-        )
-    try:
-        block = store.read(EvaluationKey(name))
-    except NotSealedError as error:
-        raise EvaluationError(
-            f"the evaluation {name!r} is incomplete",
-            code="evaluate.incomplete",
-            path=error.path,
-            fix="Save it again.",
-        ) from error
-    fingerprints: Mapping[str, Any] = block.schema.fingerprints
-    command = f"gradkeep evaluate all {store.location}"
-    store.require_current(EvaluationKey(name), fingerprints, OutdatedEvaluationError, command)
-    values = {part: np.asarray(block.column(part))[0] for part in block.names}
-    curve = None
-    if "curve" in values:
-        middle, low, high = values["curve"]
-        names = tuple(str(fingerprints["lines"]).split(_BETWEEN))
-        curve = Curve(str(fingerprints["along"]), values["curve_at"], names, middle, low, high)
-    texts: Any = {part: str(fingerprints[part]) for part in _TEXTS}
-    numbers: Any = {part: fingerprints[part] for part in _NUMBERS}
-    return Evaluation(
-        **texts,
-        **numbers,
-        interval=(float(fingerprints["low"]), float(fingerprints["high"])),
-        sizes=SampleSizes(**{part: int(fingerprints[part]) for part in _SIZES}),
-        draws=values["draws"],
-        items=values["items"],
-        item_ids=values["item_ids"],
-        curve=curve,
-        captures=store.capture_identities(fingerprints),
-    )
-
-
 @checked(EvaluationError)
 def evaluations(store: Store | str | os.PathLike[str]) -> dict[str, Evaluation]:
     """Load all evaluations of a store.
@@ -592,7 +578,7 @@ def evaluations(store: Store | str | os.PathLike[str]) -> dict[str, Evaluation]:
     loaded: dict[str, Evaluation] = {}
     for key in opened.evaluations():
         try:
-            loaded[key.name] = load_evaluation(opened, key.name)
+            loaded[key.name] = Evaluation.load(opened, key.name)
         except OutdatedEvaluationError as error:
             warnings.warn(str(error), stacklevel=2)
     return loaded

@@ -16,19 +16,24 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._display import TextDisplay
 from gradkeep._environment import install_hint
+from gradkeep.curvature._project import project
+from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtraError
 from gradkeep.evaluate._lds import places_of
-from gradkeep.evaluate._verified import verify_rows
+from gradkeep.evaluate._removal import verify_rows
 from gradkeep.query import gradients
 from gradkeep.query._engine import GradientPair, ProductEngine
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
     from gradkeep.attribution._scores import Scores
+    from gradkeep.datamodels import Datamodels
     from gradkeep.evaluate._evaluation import Evaluation
     from gradkeep.evaluate._recipe import Recipe
+    from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -173,14 +178,10 @@ def _distances(scores: Scores, rows: AnyArray, features: Any) -> AnyArray:
     Uses features if passed, or the effects on all queries if gradients cannot be compared.
     """
     if features is not None:
-        values = _arguments.array("features", features, error=EvaluationError).astype(np.float64)
-        if values.ndim != 2 or len(values) != len(scores.train_ids):
-            raise EvaluationError(
-                "features must have one row of numbers for each training row",
-                code="evaluate.wrong_features",
-                found=list(values.shape),
-                expected=f"[{len(scores.train_ids)}, D]",
-            )
+        shape = (len(scores.train_ids), "D")
+        values = _arguments.array(
+            "features", features, error=EvaluationError, shape=shape, code="evaluate.wrong_features"
+        ).astype(np.float64)
         return 1 - _cosines((values - values.mean(axis=0))[rows])
     if scores.store is not None and scores.checkpoints:
         try:
@@ -200,11 +201,7 @@ def _gradient_cosines(scores: Scores, place: str, rows: AnyArray) -> AnyArray:
     at = stored.positions(scores.train_ids[rows]).tolist()
     pair = GradientPair(stored, stored)
     engine = ProductEngine([pair], positions=at, rows=at, answer=8 * len(at) ** 2)
-    products = np.zeros((len(at), len(at)))
-    for tile in engine.tiles():
-        high, wide = tile.values.shape[1:]
-        columns = slice(tile.train_start, tile.train_start + wide)
-        products[tile.query_start : tile.query_start + high, columns] = tile.values[0].numpy()
+    products = engine.matrix().double().numpy()
     lengths = np.sqrt(np.maximum(products.diagonal(), 0))
     return np.asarray(products / np.maximum(np.outer(lengths, lengths), 1e-30))
 
@@ -267,10 +264,6 @@ def _words(own: list[str], every: list[Any]) -> list[str]:
     usual = Counter(word for text in every for word in set(str(text).lower().split()))
     shared = [word for word, count in have.items() if count >= _SHARED * len(own)]
     return sorted(shared, key=lambda word: (usual[word] / have[word], word))[:3]
-
-
-_CLOSE = 0.95
-"""Cosine of gradients above which two rows count as copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,14 +334,13 @@ def select_rows(scores: Scores, keep: float, *, kinds: Any = None) -> ChosenRows
     names = np.zeros(len(scores.query_ids), int)
     if kind_values is not None:
         names = _arguments.array(
-            "kinds", kind_values, error=EvaluationError, kinds="biufUS", expected="numbers or words"
-        )
-    if names.shape != scores.query_ids.shape:
-        raise EvaluationError(
-            "kinds must have one kind for each query",
+            "kinds",
+            kind_values,
+            error=EvaluationError,
+            kinds="biufUS",
+            expected="numbers or words",
+            shape=(len(scores.query_ids),),
             code="evaluate.wrong_kinds",
-            found=list(names.shape),
-            expected=len(scores.query_ids),
         )
     values = np.asarray(scores.values, np.float64)
     spread = values.std(axis=1, keepdims=True)
@@ -368,7 +360,7 @@ def select_rows(scores: Scores, keep: float, *, kinds: Any = None) -> ChosenRows
 
 
 @checked(EvaluationError)
-def find_leaks(cosines: Scores, *, above: float = _CLOSE) -> ChosenRows:
+def find_leaks(cosines: Scores, *, above: float = 0.95) -> ChosenRows:
     """Find training rows that are nearly copies of a query, by the cosine of their gradients.
 
     A row that is close to several queries is listed with the closest. Cost: Q x N.
@@ -400,3 +392,185 @@ def find_leaks(cosines: Scores, *, above: float = _CLOSE) -> ChosenRows:
         for row in order
     ]
     return ChosenRows(cosines.train_ids[order], best[order], tuple(reasons))
+
+
+_DIRECTIONS = 10
+"""Principal components for clustering."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpposingClusters:
+    """Two clusters whose rows pull the model in opposite directions."""
+
+    first: int
+    second: int
+    cosine: float
+    """Cosine of their mean directions; -1 is exactly opposite."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Rows in the plane: rows with similar effects are close.
+
+    Attributes:
+        ids: Ids of the rows `[N]`.
+        places: First two principal components of the rows' directions `[N, 2]`.
+        share: Share of the variance along each axis.
+        clusters: Cluster of each row `[N]`, numbered from the largest.
+        labels: Captured labels `[N]`.
+        opposing: Most opposed pairs of clusters.
+        total: Number of rows before sampling.
+        of: Source of the map.
+    """
+
+    ids: AnyArray
+    places: AnyArray
+    share: tuple[float, float]
+    clusters: AnyArray
+    labels: AnyArray | None
+    opposing: tuple[OpposingClusters, ...]
+    total: int
+    of: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __str__(self) -> str:
+        part = "" if len(self) == self.total else f" of {self.total}"
+        count = len(np.unique(self.clusters))
+        return f"{len(self)}{part} rows by {self.of}: {count} clusters, {len(self.opposing)} pairs opposed"
+
+
+def map_rows(
+    store: Store | str | os.PathLike[str],
+    *,
+    split: str = "train",
+    checkpoints: str | None = None,
+    run: str = "main",
+    name: str = "main",
+    clusters: int = 8,
+    most: int = 4000,
+    seed: int = 0,
+) -> RowMap:
+    """Map rows of a capture by the directions of their gradients, with k-means clusters.
+
+    Gradients are projected to 256 numbers (`gk.project`) and normalized; of more than `most` rows a random
+    sample is used. Cost: one read of these rows, and 256² products of them.
+
+    >>> import gradkeep as gk, tempfile, torch
+    >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+    >>> data = [(torch.randn(12, 4), torch.arange(12) % 3)]
+    >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
+    >>> map_rows(store, clusters=3).places.shape
+    (12, 2)
+    """
+    _check_settings(clusters, most, seed)
+    opened = open_store(store, create=False)
+    stored = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
+    block, rows = stored.block, _sample(len(stored), most, seed)
+    # Cosines of 256-dimensional projections have an error of about 0.06.
+    low = np.asarray(project(stored, Projection(dim=256), rows=rows))
+    labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
+    of = f"gradients of {split} at {stored.key.checkpoint}"
+    return _build_map(low, block.ids[rows], labels, len(stored), of, clusters, seed)
+
+
+def map_targets(
+    datamodels: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0
+) -> RowMap:
+    """Map targets of datamodels by the training examples that they depend on.
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(300, 20, 6)
+    >>> map_targets(fit(data.masks, data.outputs), clusters=2).places.shape
+    (6, 2)
+    """
+    _check_settings(clusters, most, seed)
+    weights = np.asarray(datamodels.weights.T)
+    rows = _sample(len(weights), most, seed)
+    of = f"datamodels of {datamodels.num_models} models"
+    return _build_map(weights[rows], rows, None, len(weights), of, clusters, seed)
+
+
+def _check_settings(clusters: int, most: int, seed: int) -> None:
+    _arguments.count("clusters", clusters, error=EvaluationError, least=1)
+    _arguments.count("most", most, error=EvaluationError, least=2)
+    _arguments.count("seed", seed, error=EvaluationError)
+
+
+def _sample(total: int, most: int, seed: int) -> AnyArray:
+    """Return at most `most` rows, at random."""
+    if total <= most:
+        return np.arange(total)
+    return np.sort(np.random.default_rng(seed).permutation(total)[:most])
+
+
+def _build_map(
+    rows: AnyArray,
+    ids: AnyArray,
+    labels: AnyArray | None,
+    total: int,
+    of: str,
+    clusters: int,
+    seed: int,
+) -> RowMap:
+    if len(rows) < 2:
+        raise EvaluationError(
+            "a map needs at least two rows", code="evaluate.few_rows", found=len(rows)
+        )
+    unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
+    along, power = _principal(unit - unit.mean(axis=0))
+    whole = max(float(power.sum()), 1e-30)
+    places = np.zeros((len(rows), 2))
+    places[:, : min(2, along.shape[1])] = along[:, :2]
+    marks = _clustered(along, min(clusters, len(rows)), seed)
+    return RowMap(
+        ids=np.asarray(ids),
+        places=places,
+        share=(float(power[0] / whole), float(power[1] / whole)),
+        clusters=marks,
+        labels=labels,
+        opposing=_opposing(unit, marks),
+        total=total,
+        of=of,
+    )
+
+
+def _principal(centered: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """Return the rows' first principal components, and the variance along each, decreasing."""
+    wide = centered.shape[1] > len(centered)
+    values, vectors = np.linalg.eigh(centered @ centered.T if wide else centered.T @ centered)
+    power = np.maximum(values[::-1], 0)
+    first = vectors[:, ::-1][:, :_DIRECTIONS]
+    along = first * np.sqrt(power[:_DIRECTIONS]) if wide else centered @ first
+    # The sign of an eigenvector is arbitrary: make the largest entry positive.
+    far = np.abs(along).argmax(axis=0)
+    along = along * np.where(along[far, np.arange(along.shape[1])] < 0, -1.0, 1.0)
+    return along, np.append(power, [0.0, 0.0])
+
+
+def _clustered(along: AnyArray, count: int, seed: int) -> AnyArray:
+    try:
+        from sklearn.cluster import KMeans
+    except ImportError as error:
+        raise MissingExtraError("clusters need scikit-learn", fix=install_hint("demo")) from error
+    count = min(count, len(np.unique(along, axis=0)))
+    marks = KMeans(count, n_init=4, random_state=seed).fit_predict(along)
+    sizes = np.bincount(marks, minlength=count)
+    order = np.argsort(-sizes, kind="stable")
+    places = np.empty(count, np.int64)
+    places[order] = np.arange(count)
+    return np.asarray(places[marks])
+
+
+def _opposing(unit: AnyArray, marks: AnyArray) -> tuple[OpposingClusters, ...]:
+    means = np.stack([unit[marks == mark].mean(axis=0) for mark in range(marks.max() + 1)])
+    means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-30)
+    cosines = means @ means.T
+    pairs = [
+        OpposingClusters(i, j, float(cosines[i, j]))
+        for i in range(len(means))
+        for j in range(i + 1, len(means))
+        if cosines[i, j] < 0
+    ]
+    return tuple(sorted(pairs, key=lambda pair: pair.cosine)[:5])

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
-from gradkeep.errors import EvaluationError
+from gradkeep.attribution._attribute import attribute
+from gradkeep.attribution._registry import methods as all_methods
+from gradkeep.attribution._scores import Scores
+from gradkeep.attribution._tuning import subset_digests
+from gradkeep.datamodels import fit
+from gradkeep.errors import EvaluationError, GradkeepError
 from gradkeep.evaluate._evaluation import (
+    Difference,
     Evaluation,
     SampleSizes,
     check_bounds,
+    compare,
     digest_of,
     rank_correlations,
 )
 from gradkeep.evaluate._recipe import labels_digest
-from gradkeep.evaluate._truth import captured_examples, check_order
+from gradkeep.evaluate._truth import GroundTruth, captured_examples, check_order, load_truth
+from gradkeep.store import CaptureKey
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._scores import Scores
-    from gradkeep.evaluate._truth import GroundTruth, TruthPart
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gradkeep.evaluate._truth import TruthPart
+    from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -165,3 +180,318 @@ def provenance_of(scores: Scores) -> str:
     parts += [f"approximate: {scores.approximate}" if scores.approximate else ""]
     parts += [f"chosen: {scores.chosen}" if scores.chosen else ""]
     return "; ".join(filter(None, parts))
+
+
+_FOLDS, _LEAST_IN_A_FOLD = 5, 3
+"""Folds of `gk.datamodels.fit` with a prior, and fewest models in a fold."""
+
+
+@checked(EvaluationError)
+def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **options: Any) -> Scores:
+    """Fit datamodels of the choosing half with the scores as prior; mostly better than either.
+
+    Weights shrink towards the scaled scores; the folds of `gk.datamodels.fit` choose how far, and the scores
+    alone are among the choices. With few subsets the choice can be wrong.
+
+    Args:
+        scores: Scores `[Q, N]`.
+        truth: The ground truth.
+        variances: How far each row may differ from its score `[N]`; the mean 1 - p of a row is a good measure.
+        options: Options of `gk.datamodels.fit`.
+
+    Returns:
+        Scores of the hybrid; evaluate them on the reporting half.
+
+    Raises:
+        EvaluationError: There are too few subsets, or the scores do not match the truth.
+    """
+    places = match_queries(scores, truth)
+    truth.require_not_tuned(scores.chosen_on, "reporting")
+    half = truth.choosing
+    prior = np.asarray(scores.values)
+    few = len(half.masks) < _FOLDS * _LEAST_IN_A_FOLD
+    if few and not {"folds", "lam", "held_out"} & set(options):
+        options["folds"] = _fewer_folds(len(half.masks))
+    fitted = fit(half.masks, half.outputs[:, places], prior=prior, variances=variances, **options)
+    alone = bool(np.isinf(fitted.lam).all())
+    return dataclasses.replace(
+        scores,
+        values=np.ascontiguousarray(fitted.weights.T, np.float32),
+        method=f"hybrid of {scores.method}",
+        scale="weights of a datamodel with these scores as prior",
+        exact=False,
+        approximate=scores.approximate,
+        chosen=f"{'the prior alone' if alone else 'a datamodel'}, by {len(half.masks)} subsets of "
+        f"{half.name}",
+        chosen_on=tuple(dict.fromkeys((*scores.chosen_on, *subset_digests(half.masks)))),
+        confidence=None,
+        per_layer=None,
+        plan=None,
+    )
+
+
+def _fewer_folds(models: int) -> int:
+    """Return the number of folds with three models each."""
+    if models < 2 * _LEAST_IN_A_FOLD:
+        raise EvaluationError(
+            "there are too few subsets to fit a hybrid",
+            code="evaluate.few_subsets",
+            found=f"{models} in the choosing half",
+            expected=f"at least {2 * _LEAST_IN_A_FOLD}",
+            fix="Add subsets with gk.evaluate.ground_truth(..., subsets=...).",
+        )
+    return models // _LEAST_IN_A_FOLD
+
+
+@checked(EvaluationError)
+def datamodel_scores(truth: GroundTruth, **options: Any) -> Scores:
+    """Return the weights of datamodels of the choosing half as scores `[T, N]`.
+
+    Args:
+        truth: The ground truth.
+        options: Options of `gk.datamodels.fit`.
+
+    Returns:
+        The scores.
+    """
+    half = truth.choosing
+    fitted = fit(half.masks, half.outputs, **options)
+    return Scores(
+        np.ascontiguousarray(fitted.weights.T, np.float32),
+        np.arange(truth.num_queries),
+        np.arange(truth.num_rows),
+        method="datamodel",
+        scale="change of the output with the row",
+        exact=False,
+        chosen=f"fitted to {len(half.masks)} subsets of {half.name}",
+        chosen_on=subset_digests(half.masks),
+    )
+
+
+_NEEDS_A_MODEL = ("influence", "arnoldi")
+"""Methods that use the curvature of a model by default; from a store, they use the Fisher matrix."""
+_BASELINES = ("random", "label-match", "similarity", "knn-shapley", "loss")
+_HYBRID = "hybrid"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgedMethod:
+    """Evaluation and cost of a method, or the reason why it could not be evaluated.
+
+    Attributes:
+        name: Name of the method.
+        evaluation: Its LDS.
+        cpu_seconds: CPU time of computing the scores from captures.
+        bytes_per_row: Stored bytes per training row over all checkpoints, for methods that read gradients.
+        refused: Reason why it could not be evaluated.
+        scores: Its scores.
+    """
+
+    name: str
+    evaluation: Evaluation | None
+    cpu_seconds: float
+    bytes_per_row: float | None
+    refused: str | None = None
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judgement:
+    """Methods by their LDS, the best first, and the lead of the best.
+
+    Attributes:
+        truth: The ground truth.
+        methods: Evaluated methods, the best first.
+        refused: Methods that could not be evaluated.
+    """
+
+    truth: GroundTruth
+    methods: tuple[JudgedMethod, ...]
+    refused: tuple[JudgedMethod, ...]
+
+    @property
+    def best(self) -> JudgedMethod:
+        """Method with the largest LDS."""
+        return self.methods[0]
+
+    def against_best(self, name: str) -> Difference:
+        """Compare the best method with another, resample by resample."""
+        (other,) = [one for one in self.methods if one.name == name]
+        assert self.best.evaluation is not None
+        assert other.evaluation is not None
+        return compare(self.best.evaluation, other.evaluation)
+
+    def __str__(self) -> str:
+        ceiling = self.truth.ceiling()
+        half = self.truth.reporting
+        head = f"LDS on {half.name}: {len(half.masks)} subsets x {self.truth.seeds} seeds"
+        lines = [head + ("" if ceiling is None else f", ceiling {ceiling:.3f}")]
+        lines.append(
+            f"{'method':28}{'LDS':>24}{'of ceiling':>12}{'CPU s':>9}{'bytes/row':>12}"
+            "   lead of the best"
+        )
+        for one in self.methods:
+            evaluation = one.evaluation
+            assert evaluation is not None
+            low, high = evaluation.interval
+            share = "-" if evaluation.share is None else f"{evaluation.share:.0%}"
+            size = "-" if one.bytes_per_row is None else f"{one.bytes_per_row:.0f}"
+            cell = f"{evaluation.value:.3f} [{low:.3f}, {high:.3f}]"
+            line = f"{one.name:28}{cell:>24}{share:>12}{one.cpu_seconds:>9.2f}{size:>12}"
+            if one is not self.best:
+                difference = self.against_best(one.name)
+                line += f"   {difference.value:+.3f} [{difference.interval[0]:+.3f}, {difference.interval[1]:+.3f}]"
+            lines.append(line)
+        lines += [f"{one.name:28} not evaluated: {one.refused}" for one in self.refused]
+        return "\n".join(lines)
+
+
+@checked(EvaluationError)
+def judge_methods(
+    store: Store | str | os.PathLike[str],
+    truth: GroundTruth | str | None = None,
+    *,
+    methods: Sequence[str] | None = None,
+    extra_scores: Mapping[str, Scores] | None = None,
+    checkpoints: str | Sequence[str] | None = None,
+    run: str | Sequence[str] = "main",
+    name: str = "main",
+    queries: str = "test",
+    train: str = "train",
+    ids: Any = None,
+    level: float = 0.95,
+    hybrid_of_best: bool = True,
+    report: Callable[[JudgedMethod], None] | None = None,
+) -> Judgement:
+    """Compute the LDS of every method that the captures of a store support, baselines included.
+
+    All values are of the reporting half. Cost: that of every method, and of the hybrid's fit.
+
+    Args:
+        store: The store, or its path.
+        truth: The ground truth, or its name; the only one of the store by default.
+        methods: Names of methods; all by default.
+        extra_scores: Scores from elsewhere by name, such as text similarity or another library.
+        checkpoints: Names of checkpoints; all by default.
+        run: Name of the run, or of several.
+        name: Name of the captures.
+        queries: Split of the queries.
+        train: Split of the training rows.
+        ids: Ids of the queries; all by default.
+        level: Level of the intervals.
+        hybrid_of_best: Also fit a hybrid of the method that predicts the choosing half best.
+        report: Called with each method when it is evaluated.
+
+    Returns:
+        The methods, the best first.
+
+    Raises:
+        EvaluationError: No method could be evaluated.
+    """
+    if report is not None:
+        _arguments.function("report", report, error=EvaluationError)
+    opened = open_store(store, create=False)
+    ground_truth = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
+    about_queries = [one.name for one in all_methods() if one.about_queries]
+    method_names = about_queries if methods is None else list(methods)
+    where = {"queries": queries, "train": train, "run": run, "name": name, "ids": ids}
+    judged = []
+    for method in method_names:
+        began = time.process_time()
+        try:
+            scores = score_method(opened, method, checkpoints=checkpoints, **where)
+            took = time.process_time() - began
+            size = _bytes_per_row(opened, scores, train, name)
+            one = _judged(method, scores, ground_truth, level, took, size)
+        except GradkeepError as error:
+            reason = str(error).splitlines()[0]
+            one = JudgedMethod(method, None, time.process_time() - began, None, reason)
+        judged.append(one)
+        if report is not None:
+            report(one)
+    for label, scores in (extra_scores or {}).items():
+        judged.append(_judged(label, scores, ground_truth, level, 0.0, None))
+        if report is not None:
+            report(judged[-1])
+    evaluated = [one for one in judged if one.evaluation is not None]
+    if not evaluated:
+        raise EvaluationError(
+            "no method could be evaluated",
+            code="evaluate.no_methods",
+            found=judged[0].refused if judged else "no method",
+        )
+    if hybrid_of_best:
+        joined = _hybrid_of_best(evaluated, ground_truth, level)
+        judged.append(joined)
+        evaluated += [joined] if joined.evaluation is not None else []
+        if report is not None:
+            report(joined)
+    ordered = sorted(evaluated, key=_value, reverse=True)
+    return Judgement(
+        ground_truth, tuple(ordered), tuple(one for one in judged if one.evaluation is None)
+    )
+
+
+def score_method(
+    store: Store, method: str, *, checkpoints: str | Sequence[str] | None, **where: Any
+) -> Scores:
+    """Compute the scores of a method from a store alone; at one checkpoint if it needs one."""
+    known = {one.name: one for one in all_methods()}
+    options: dict[str, Any] = {"curvature": "fisher"} if method in _NEEDS_A_MODEL else {}
+    single = method in known and known[method].over == "one"
+    if single and checkpoints is not None and not isinstance(checkpoints, str):
+        checkpoints = list(checkpoints)[-1] if len(checkpoints) else None
+    return attribute(store, method=method, checkpoints=checkpoints, **where, **options)
+
+
+def _judged(
+    name: str, scores: Scores, truth: GroundTruth, level: float, took: float, size: float | None
+) -> JudgedMethod:
+    reads = None if name in _BASELINES else size
+    return JudgedMethod(name, lds(scores, truth, level=level), took, reads, scores=scores)
+
+
+def _hybrid_of_best(judged: list[JudgedMethod], truth: GroundTruth, level: float) -> JudgedMethod:
+    """Fit a hybrid of the method that is best on the choosing half."""
+
+    def fits(one: JudgedMethod) -> float:
+        assert one.scores is not None
+        if one.scores.chosen_on:
+            return -1.0  # it was tuned on that half
+        return lds(one.scores, truth, part="choosing", resamples=100).value
+
+    best = max(judged, key=fits)
+    assert best.scores is not None
+    began = time.process_time()
+    try:
+        combined = hybrid(best.scores, truth)
+    except GradkeepError as error:
+        reason = str(error).splitlines()[0]
+        return JudgedMethod(f"{_HYBRID} of {best.name}", None, 0.0, None, reason)
+    took = time.process_time() - began
+    evaluation = lds(combined, truth, level=level)
+    return JudgedMethod(
+        f"{_HYBRID} of {best.name}",
+        evaluation,
+        best.cpu_seconds + took,
+        best.bytes_per_row,
+        scores=combined,
+    )
+
+
+def _value(one: JudgedMethod) -> float:
+    assert one.evaluation is not None
+    return one.evaluation.value
+
+
+def _bytes_per_row(store: Store, scores: Scores, train: str, name: str) -> float | None:
+    """Return the stored bytes per training row over all checkpoints."""
+    total = 0.0
+    for place in scores.checkpoints:
+        run, _, checkpoint = place.rpartition("/")
+        key = CaptureKey(checkpoint, train, run or "main", name)
+        if not store.has(key):
+            return None
+        block = store.read(key)
+        total += block.manifest.bytes / max(1, len(block)) if len(block) else 0.0
+    return total or None

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
-_AT_ONCE = 256
-
-
 def sample_rows(data: Any) -> str | None:
     """Fingerprint evenly spaced rows of a dataset: hexadecimal digests in order.
 
@@ -51,8 +48,8 @@ def sample_rows(data: Any) -> str | None:
             row_digests = digests(torch.as_tensor(data)[torch.from_numpy(places)])
         else:
             parts = [
-                digests(default_collate([data[int(at)] for at in places[start : start + _AT_ONCE]]))
-                for start in range(0, len(places), _AT_ONCE)
+                digests(default_collate([data[int(at)] for at in places[start : start + 256]]))
+                for start in range(0, len(places), 256)
             ]
             row_digests = np.concatenate(parts) if parts else np.empty(0, np.uint64)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, GradkeepError):
@@ -439,17 +436,20 @@ def load_truth(
     outputs = np.asarray(rows.read(models, [fitting[0]])[fitting[0]], np.float64)
     sign = -1.0 if fingerprints.get(FALLING) else 1.0
     parameters = fingerprints.get("parameters")
+    keys = {"labels": "labels", "rows": "rows", "query_rows": "asked", "recipe": "recipe"}
+    texts: Any = {
+        field: str(fingerprints[key])
+        for field, key in keys.items()
+        if fingerprints.get(key) is not None
+    }
     return GroundTruth(
         name,
         masks,
         sign * outputs.reshape(len(whole_subsets), seeds, -1),
         training=str(fingerprints.get("training", "")),
-        labels=None if fingerprints.get("labels") is None else str(fingerprints["labels"]),
-        rows=None if fingerprints.get("rows") is None else str(fingerprints["rows"]),
-        query_rows=None if fingerprints.get("asked") is None else str(fingerprints["asked"]),
         parameters=None if parameters is None else int(parameters),
-        recipe=None if fingerprints.get("recipe") is None else str(fingerprints["recipe"]),
         seconds=seconds,
+        **texts,
     )
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from gradkeep._arguments import one_of
 from gradkeep.errors import QueryError
-from gradkeep.factors._arithmetic import CACHED, pairwise, squared_lengths, tiles
-from gradkeep.factors._form import Compute, Form, GradientRows, Parameter, check_rows
+from gradkeep.factors._arithmetic import CACHED, pairwise, tiles
+from gradkeep.factors._form import Compute, Form, GradientRows, Parameter
 from gradkeep.factors._weights import WeightBlock, WeightVector
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors._form import ArraySource
 
 BitWidth = Literal[1, 4, 8, 16, 32]
 """Bits of a stored coordinate."""
@@ -30,7 +29,6 @@ _LEVELS: dict[BitWidth, tuple[float, float]] = {1: (2.0, -1.0), 4: (1.0, -7.5)}
 """Step and first value of the levels that codes represent, before scaling."""
 MOST_IN_GROUP = 128
 """Coordinates of which one byte can hold the index of the largest, and its sign."""
-_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +39,6 @@ class BitRows(GradientRows):
     """`[B, size * bits / 8]` uint8, or `[B, size]` of numbers"""
     scales: Tensor | None = None
     """`[B]`; None if the codes are plain numbers."""
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    def take(self, start: int, stop: int) -> BitRows:
-        """A view of some rows."""
-        scales = None if self.scales is None else self.scales[start:stop]
-        return BitRows(self.codes[start:stop], scales)
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> BitRows:
@@ -100,11 +90,6 @@ class Bits(Form[BitRows]):
         return (self.codes, self.scale) if self.scale else (self.codes,)
 
     @property
-    def restored_size(self) -> int:
-        """The number of coordinates."""
-        return self.size
-
-    @property
     def restored_parameters(self) -> tuple[Parameter, ...]:
         """The coordinates themselves."""
         return (Parameter(self.codes, (self.size,)),)
@@ -115,24 +100,12 @@ class Bits(Form[BitRows]):
         white = "whitened " if self.whitened else ""
         return f"{white}coordinates, {describe_bits(self.bits, self.group)}"
 
-    def read(self, source: ArraySource) -> BitRows:
-        """The rows that arrays hold."""
-        scales = source.tensor(self.scale) if self.scale else None
-        return BitRows(source.tensor(self.codes), scales)
-
-    def tensors(self, rows: BitRows) -> dict[str, Tensor]:
-        """Codes and scales by the names of their arrays."""
-        if rows.scales is None:
-            return {self.codes: rows.codes}
-        return {self.codes: rows.codes, self.scale: rows.scales}
-
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """The coordinates, as one vector."""
         return (WeightVector(self.size),)
 
     def restore(self, rows: BitRows) -> Tensor:
         """Decode the coordinates `[B, size]`."""
-        check_rows(self, rows)
         if rows.scales is None:
             return rows.codes
         if self.group:
@@ -140,32 +113,20 @@ class Bits(Form[BitRows]):
             places, signs = self._largest(rows.codes)
             return out.scatter_(1, places, signs * rows.scales.unsqueeze(1))
         step, first = _LEVELS[self.bits]
-        codes = self._codes(rows.codes, rows.scales.new_empty(len(rows), self.size))
+        codes = self._unpacked(rows.codes).to(rows.scales.dtype)
         return codes.mul_(step).add_(first).mul_(rows.scales.unsqueeze(1))
 
     def squared_norms(self, rows: BitRows) -> Tensor:
         """Return squared norms `[B]` of the decoded coordinates."""
         if rows.scales is not None and (self.bits == 1 or self.group):
             return rows.scales.square() * (self.size // (self.group or 1))
-        out = rows.example.new_empty(len(rows))
-        for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
-            out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
-        return out
-
-    def weighted_sum(self, rows: BitRows, weights: Tensor) -> Tensor:
-        """Weighted sums `[K, B] @ [B, size]`, decoded a tile at a time."""
-        out = weights.new_zeros(len(weights), self.size)
-        for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
-            part = self.restore(rows.take(start, stop)).to(weights.dtype)
-            out.addmm_(weights[:, start:stop], part)
-        return out
+        return Form.squared_norms(self, rows)
 
     def products(
         self, queries: BitRows, train: BitRows, compute: Compute, *, scratch: int
     ) -> Tensor:
         """Return inner products `[Q, N]` of decoded coordinates; 2 size operations per pair."""
-        del compute
-        return self.half(train, self._decoded(queries), scratch=scratch)
+        return self.half(train, self.restore(queries), scratch=scratch)
 
     def half(self, rows: BitRows, directions: Tensor, *, scratch: int) -> Tensor:
         """Return products `[K, B]` with directions `[K, size]`, decoding rows while they are in the cache.
@@ -181,7 +142,7 @@ class Bits(Form[BitRows]):
         parts = list(tiles(len(rows), self.size, 4, min(scratch, 2 * CACHED)))
         space = directions.new_empty(parts[0][1] if parts else 0, self.size)
         for start, stop in parts:
-            codes = self._codes(rows.codes[start:stop], space[: stop - start])
+            codes = space[: stop - start].copy_(self._unpacked(rows.codes[start:stop]))
             torch.mm(directions, codes.t(), out=out[:, start:stop])
         step, first = _LEVELS[self.bits]
         out.mul_(step).add_(first * directions.double().sum(1, keepdim=True).to(out.dtype))
@@ -192,21 +153,19 @@ class Bits(Form[BitRows]):
 
         A quarter of the time of float32 if the processor multiplies bytes.
         """
-        check_rows(self, rows)
         if rows.scales is None or self.group or not len(rows):
             return self.half(rows, directions, scratch=scratch)
         steps = directions.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
         rounded = (directions / steps).round_().to(torch.int8).t().contiguous()
         out = directions.new_empty(len(directions), len(rows))
         for start, stop in tiles(len(rows), self.size, 1, min(scratch, 8 * CACHED)):
-            out[:, start:stop] = torch._int_mm(self._bytes(rows.codes[start:stop]), rounded).t()
+            out[:, start:stop] = torch._int_mm(self._unpacked(rows.codes[start:stop]), rounded).t()
         step, first = _LEVELS[self.bits]
         whole = rounded.sum(0, dtype=torch.int64).unsqueeze(1)
         return out.mul_(step).add_(first * whole).mul_(steps).mul_(rows.scales.to(out.dtype))
 
     def temporaries(self, rows: BitRows) -> int:
         """Values of the temporaries of a row while it is decoded."""
-        del rows
         return self.size // 4
 
     def _table_products(self, rows: BitRows, directions: Tensor) -> Tensor:
@@ -217,7 +176,7 @@ class Bits(Form[BitRows]):
         assert rows.scales is not None
         count, groups = len(directions), self.size // self.group
         out = directions.new_zeros(len(rows), count)
-        step = max(1, CACHED // (2 * _BYTES * max(1, count) * directions.element_size()))
+        step = max(1, CACHED // (2 * 256 * max(1, count) * directions.element_size()))
         for start in range(0, groups, step):
             stop = min(start + step, groups)
             some = directions[:, start * self.group : stop * self.group]
@@ -225,7 +184,7 @@ class Bits(Form[BitRows]):
             table[:, 0, : self.group] = some.view(count, stop - start, self.group).permute(1, 2, 0)
             torch.neg(table[:, 0], out=table[:, 1])
             places = rows.codes[:, start:stop].int()
-            places += torch.arange(0, _BYTES * (stop - start), _BYTES, dtype=torch.int32)
+            places += torch.arange(0, 256 * (stop - start), 256, dtype=torch.int32)
             out += functional.embedding_bag(places, table.view(-1, count), mode="sum")
         return out.mul_(rows.scales.unsqueeze(1).to(out.dtype)).t()
 
@@ -235,14 +194,7 @@ class Bits(Form[BitRows]):
         places = (codes & (MOST_IN_GROUP - 1)).long() + starts
         return places, 1.0 - 2.0 * (codes >= MOST_IN_GROUP).float()
 
-    def _decoded(self, rows: BitRows) -> Tensor:
-        return rows.codes if rows.scales is None else self.restore(rows)
-
-    def _codes(self, packed: Tensor, into: Tensor) -> Tensor:
-        """Unpack codes 0 to 2^bits - 1 as numbers."""
-        return into.copy_(self._bytes(packed))
-
-    def _bytes(self, packed: Tensor) -> Tensor:
+    def _unpacked(self, packed: Tensor) -> Tensor:
         """Unpack codes `[B, size]` int8."""
         array = packed.cpu().numpy()
         if self.bits == 1:

@@ -29,13 +29,7 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gradkeep.factors._form import ArraySource
-
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_LANES = 8
-_HALF_LARGE, _MANY = 96 << 10, 16
-"""Bytes of a kernel above which patches are as fast unless positions are this many times its
-taps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,17 +41,10 @@ class ConvolutionRows(GradientRows):
     narrow: Tensor
     """`[B, D, *out]`"""
 
-    def __len__(self) -> int:
-        return len(self.wide)
-
     @property
     def positions(self) -> float:
         """Number of positions of all rows together."""
         return float(self.narrow[:, 0].numel())
-
-    def take(self, start: int, stop: int) -> ConvolutionRows:
-        """Return a view of some rows."""
-        return ConvolutionRows(self.wide[start:stop], self.narrow[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +117,6 @@ class Convolution(FactoredForm[ConvolutionRows]):
         linear, (only,) = self.unfolded(rows)
         return replace(linear, parameters=self.parameters, prefix=prefix, suffix=suffix), only
 
-    def read(self, source: ArraySource) -> ConvolutionRows:
-        """Read rows from arrays."""
-        return ConvolutionRows(source.tensor(self.wide), source.tensor(self.narrow))
-
-    def tensors(self, rows: ConvolutionRows) -> dict[str, Tensor]:
-        """Return both arrays by their names."""
-        return {self.wide: rows.wide, self.narrow: rows.narrow}
-
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return a matrix for each group, with the bias as last column or separate."""
         inner = self.channels // self.groups * self.taps
@@ -154,10 +133,14 @@ class Convolution(FactoredForm[ConvolutionRows]):
     ) -> Tensor:
         """Return inner products `[Q, N]`, by patches or by the Gram matrix of pixels."""
         if compute == "gram":
-            return self._gram(queries, train, scratch=scratch)
-        return self._factored(queries, train, scratch=scratch)
+            out = pixel_gram(self, queries, train, scratch=scratch)
+        else:
+            out = self._patch_products(queries, train, scratch=scratch)
+        if self.bias == "wide":
+            out += self._sums(queries) @ self._sums(train).t()
+        return out
 
-    def _factored(
+    def _patch_products(
         self, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int
     ) -> Tensor:
         """Return inner products `[Q, N]` of patches, as of a linear layer on them.
@@ -173,15 +156,6 @@ class Convolution(FactoredForm[ConvolutionRows]):
                     out[first:last, start:stop] += linear.products(
                         one, other, "factored", scratch=scratch // 3
                     )
-        if self.bias == "wide":
-            out += self._sums(queries) @ self._sums(train).t()
-        return out
-
-    def _gram(self, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int) -> Tensor:
-        """Return inner products `[Q, N]` by the pixel Gram matrix, including the bias."""
-        out = pixel_gram(self, queries, train, scratch=scratch)
-        if self.bias == "wide":
-            out += self._sums(queries) @ self._sums(train).t()
         return out
 
     def restore(self, rows: ConvolutionRows) -> Tensor:
@@ -250,22 +224,14 @@ class Convolution(FactoredForm[ConvolutionRows]):
         products, touched = norm_passes(self)
         # Reading a value takes as long as 40 operations; writing and reading one of a gradient, 120.
         if products + 40 * touched >= self.weight_size * (2 * self.positions + 120):
-            return self._restored_norms(rows)
+            return FactoredForm.squared_norms(self, rows)
         out, certain = pixel_norms(self, rows)
         if self.bias == "wide":
             out += squared_lengths(self._sums(rows))
         if not certain.all():
             uncertain = (~certain).nonzero()[:, 0]
-            out[uncertain] = self._restored_norms(
-                ConvolutionRows(rows.wide[uncertain], rows.narrow[uncertain])
-            )
-        return out
-
-    def _restored_norms(self, rows: ConvolutionRows) -> Tensor:
-        out = rows.wide.new_empty(len(rows))
-        size = rows.wide.element_size()
-        for start, stop in tiles(len(rows), self.restored_size, size, CACHED):
-            out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
+            some = ConvolutionRows(rows.wide[uncertain], rows.narrow[uncertain])
+            out[uncertain] = FactoredForm.squared_norms(self, some)
         return out
 
     def weighted_sum(self, rows: ConvolutionRows, weights: Tensor) -> Tensor:
@@ -323,7 +289,6 @@ class Convolution(FactoredForm[ConvolutionRows]):
 
     def temporaries(self, rows: ConvolutionRows) -> int:
         """Return the temporary values per row while it is restored: its patches, and the padded array."""
-        del rows
         return self.patch_values + self.padded_values
 
     def _sums(self, rows: ConvolutionRows) -> Tensor:
@@ -420,14 +385,15 @@ def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
     The choice depends on the shape alone, so that a resumed capture stores the same bytes.
     """
     channels, filters = form.channels, form.filters
-    many = form.positions >= _MANY * form.taps
-    # Fewer than 8 channels do not fill vectors; for kernels of more bytes patches are as fast.
+    # Channels fill vectors of 8 numbers. For larger kernels patches are as fast, unless there are
+    # many times as many positions as taps.
+    most_bytes = 160 << 10 if form.positions >= 16 * form.taps else 96 << 10
     return (
         len(form.size) == 2
         and form.groups == 1
         and min(channels, filters) >= 8
-        and channels % _LANES == filters % _LANES == 0
-        and 4 * form.weight_size <= (160 << 10 if many else _HALF_LARGE)
+        and channels % 8 == filters % 8 == 0
+        and 4 * form.weight_size <= most_bytes
         and form.positions >= 2 * form.taps
         and rows.wide.device.type == "cpu"
         and rows.wide.dtype == rows.narrow.dtype == torch.float32

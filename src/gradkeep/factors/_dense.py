@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradkeep.factors._arithmetic import pairwise, squared_lengths
+from gradkeep.factors._arithmetic import pairwise
 from gradkeep.factors._form import Compute, Form, GradientRows, Parameter, check_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from gradkeep.factors._form import ArraySource
 
 WHOLE = 512
 """A gradient of at most this many values is one vector; curvature uses its whole matrix."""
@@ -24,13 +22,6 @@ class DenseRows(GradientRows):
 
     values: Tensor
     """`[B, P]`"""
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def take(self, start: int, stop: int) -> DenseRows:
-        """Return a view of some rows."""
-        return DenseRows(self.values[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +43,6 @@ class Dense(Form[DenseRows]):
         return (self.gradient,)
 
     @property
-    def restored_size(self) -> int:
-        """Number of stored values: P, or those of the sketch."""
-        return self.size
-
-    @property
     def restored_parameters(self) -> tuple[Parameter, ...]:
         """The parameters, or the sketch itself."""
         if self.sketch or self.gradient_size != self.size:
@@ -67,14 +53,6 @@ class Dense(Form[DenseRows]):
     def approximate(self) -> str | None:
         """Description of the sketch, if it is one."""
         return f"random projections of {self.size} numbers" if self.sketch else None
-
-    def read(self, source: ArraySource) -> DenseRows:
-        """Read rows from an array."""
-        return DenseRows(source.tensor(self.gradient))
-
-    def tensors(self, rows: DenseRows) -> dict[str, Tensor]:
-        """Return the gradients by the name of their array."""
-        return {self.gradient: rows.values}
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return weights with the biases that follow them, and vectors; small gradients as one vector."""
@@ -100,10 +78,6 @@ class Dense(Form[DenseRows]):
         check_rows(self, rows)
         return rows.values
 
-    def squared_norms(self, rows: DenseRows) -> Tensor:
-        """Return squared norms `[B]`; 2 P operations per row."""
-        return squared_lengths(rows.values)
-
     def weighted_sum(self, rows: DenseRows, weights: Tensor) -> Tensor:
         """Return weighted sums `[K, B] @ [B, P]`."""
         return weights @ rows.values
@@ -112,10 +86,8 @@ class Dense(Form[DenseRows]):
         self, queries: DenseRows, train: DenseRows, compute: Compute, *, scratch: int
     ) -> Tensor:
         """Return inner products `[Q, P] @ [P, N]`; 2 P operations per pair, no temporaries."""
-        del compute, scratch
         return pairwise(queries.values, train.values)
 
     def half(self, rows: DenseRows, directions: Tensor, *, scratch: int) -> Tensor:
         """Return products with dense directions, `[K, P] @ [P, B]`."""
-        del scratch
         return pairwise(directions, rows.values)

@@ -4,7 +4,7 @@ A form is a description without values: the arrays of a layer's per-sample gradi
 combines them. It is written into the schema of a capture, so that the arrays can be read without the model.
 The values of some samples are its rows.
 
-To add a form, implement this protocol in a module of its own, and add the class to `_FORMS` in `_registry.py`.
+To add a form, implement this protocol in a module of its own, and add the class to `_FORMS` in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ import torch
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields
 from gradkeep.errors import GradkeepError, QueryError
-from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
+from gradkeep.factors._arithmetic import (
+    CACHED,
+    RESTORED,
+    Spans,
+    pairwise,
+    spans,
+    squared_lengths,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from gradkeep.factors._arithmetic import Spans
     from gradkeep.factors._weights import WeightBlock
 
 Compute = Literal["factored", "gram", "half", "restored", "dense"]
@@ -61,11 +68,17 @@ class GradientRows:
     __slots__ = ()
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self._fields()[0][1])
 
     def take(self, start: int, stop: int) -> Self:
         """Return a view of rows `start` to `stop`."""
-        raise NotImplementedError
+        parts = [
+            value.take(start, stop)
+            if isinstance(value, GradientRows)
+            else (None if value is None else value[start:stop])
+            for _, value in self._fields()
+        ]
+        return type(self)(*parts)
 
     def widened(self) -> Self:
         """Return the same rows with at least 32 bits per number."""
@@ -89,17 +102,51 @@ class GradientRows:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
-        return sum(value.nbytes for value in values if value is not None)
+        return sum(value.nbytes for _, value in self._fields() if value is not None)
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
 
     def _arrays(self) -> list[tuple[str, Any]]:
         """Return names and values of the arrays of numbers, without ids and offsets."""
-        named = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         return [
             (name, value)
-            for name, value in named
+            for name, value in self._fields()
             if isinstance(value, GradientRows) or (value is not None and value.is_floating_point())
         ]
+
+
+class RaggedRows(GradientRows):
+    """Rows of several positions each, one after the other: S positions of B rows in total.
+
+    A dataclass of two arrays of S positions, of which `g` is the second, and of their offsets.
+    """
+
+    __slots__ = ()
+    g: Tensor
+    offsets: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.g) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def spans(self) -> Spans:
+        """Positions of each row."""
+        return spans(self.offsets, len(self.g))
+
+    @property
+    def positions(self) -> float:
+        """Number of positions of all rows together."""
+        return float(len(self.g))
+
+    def take(self, start: int, stop: int) -> Self:
+        """Return a view of rows `start` to `stop`."""
+        if self.offsets is None:
+            return GradientRows.take(self, start, stop)
+        offsets = self.offsets[start : stop + 1]
+        low, high = int(offsets[0]), int(offsets[-1])
+        first, second = (value[low:high] for _, value in self._fields()[:2])
+        return type(self)(first, second, offsets - low)  # type: ignore[call-arg]
 
 
 class ArraySource(Protocol):
@@ -171,6 +218,7 @@ class Form(Protocol[R]):
     @property
     def restored_size(self) -> int:
         """Number of values of a restored row: P, or those of a sketch."""
+        return sum(parameter.size for parameter in self.restored_parameters)
 
     @property
     def restored_parameters(self) -> tuple[Parameter, ...]:
@@ -183,15 +231,20 @@ class Form(Protocol[R]):
         return None
 
     def read(self, source: ArraySource) -> R:
-        """Read rows from arrays, without copying."""
+        """Read rows from arrays, without copying: the fields of the rows, in order."""
+        tensors: list[Any] = [source.tensor(name) for name in self.arrays]
+        if issubclass(self.rows_type, RaggedRows):
+            tensors.append(source.offsets(self.arrays[-1]))
+        rows: R = self.rows_type(*tensors)
+        return rows
 
     def tensors(self, rows: R) -> dict[str, Tensor]:
         """Return the tensors of rows by the names of their arrays."""
+        return dict(zip(self.arrays, (value for _, value in rows._fields()), strict=False))
 
     def offsets(self, rows: R, array: str) -> Tensor | None:
         """Return the start and end of each row in an array; None for one entry per row."""
-        del rows, array
-        return None
+        return rows.offsets if isinstance(rows, RaggedRows) else None
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return the matrices and vectors of a restored gradient."""
@@ -201,9 +254,17 @@ class Form(Protocol[R]):
 
     def squared_norms(self, rows: R) -> Tensor:
         """Return squared norms of the gradients `[B]`, in the cheapest exact way."""
+        parts = restored_tiles(self, rows, CACHED)
+        lengths = [squared_lengths(dense) for _, _, dense in parts]
+        return torch.cat(lengths) if lengths else rows.example.new_empty(0)
 
     def weighted_sum(self, rows: R, weights: Tensor) -> Tensor:
-        """Return weighted sums of gradients, weights `[K, B]` -> `[K, P]`, without restoring each."""
+        """Return weighted sums of gradients, weights `[K, B]` -> `[K, P]`."""
+        out = weights.new_zeros(len(weights), self.restored_size)
+        for start, stop, dense in restored_tiles(self, rows, RESTORED):
+            out.addmm_(weights[:, start:stop], dense.to(out.dtype))
+            del dense  # free it before the next one
+        return out
 
     def products(self, queries: R, train: R, compute: Compute, *, scratch: int) -> Tensor:
         """Return inner products `[Q, N]` of stored rows, for computes other than half and restored."""
@@ -213,7 +274,6 @@ class Form(Protocol[R]):
 
     def temporaries(self, rows: R) -> int:
         """Return the temporary values per row while it is restored."""
-        del rows
         return 0
 
     def between(
@@ -265,7 +325,6 @@ class FactoredForm(Form[R]):
 
     def bias_gradients(self, rows: R) -> Tensor | None:
         """Return the gradients of the bias `[B, d]`, the second parameter; None without a bias."""
-        del rows
         return None
 
     def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
@@ -273,7 +332,6 @@ class FactoredForm(Form[R]):
 
         The sum over a row's positions and over all uses is its product with each of the dense directions `[K, P]`.
         """
-        del rows, directions
         return None
 
 
@@ -378,7 +436,7 @@ def form_to_fields(form: Form[Any]) -> dict[str, Any]:
     """Convert the form to JSON fields.
 
     >>> from gradkeep.factors._dense import Dense
-    >>> from gradkeep.factors._registry import form_from_fields
+    >>> from gradkeep.factors import form_from_fields
     >>> form_from_fields(form_to_fields(Dense((Parameter("w", (2, 3)),), "w.gradient", 6))).size
     6
     """

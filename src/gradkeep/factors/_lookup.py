@@ -14,7 +14,6 @@ from gradkeep.factors._arithmetic import (
     Spans,
     inner,
     row_of,
-    spans,
     squared_lengths,
     sum_columns,
     sum_rows,
@@ -22,10 +21,10 @@ from gradkeep.factors._arithmetic import (
 from gradkeep.factors._form import (
     Compute,
     FactoredForm,
-    GradientRows,
     OuterProducts,
     Parameter,
     PositionProducts,
+    RaggedRows,
 )
 from gradkeep.factors._outer import summed_products
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
@@ -33,14 +32,9 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gradkeep.factors._form import ArraySource
-
-_BLOCK = 1 << 15
-"""Multiplications from which the pairs of one id are worth their own matrix product."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LookupRows(GradientRows):
+class LookupRows(RaggedRows):
     """Tokens of B rows one after the other, S = sum of T_i in total."""
 
     ids: Tensor
@@ -49,25 +43,6 @@ class LookupRows(GradientRows):
     """`[S, width]`"""
     offsets: Tensor
     """`[B + 1]` int64 on the CPU"""
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def spans(self) -> Spans:
-        """Positions of each row's tokens."""
-        return spans(self.offsets, len(self.ids))
-
-    @property
-    def positions(self) -> float:
-        """Number of tokens of all rows together."""
-        return float(len(self.g))
-
-    def take(self, start: int, stop: int) -> LookupRows:
-        """Return a view of some rows."""
-        offsets = self.offsets[start : stop + 1]
-        low, high = int(offsets[0]), int(offsets[-1])
-        return LookupRows(self.ids[low:high], self.g[low:high], offsets - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +63,6 @@ class Lookup(FactoredForm[LookupRows]):
     def arrays(self) -> tuple[str, ...]:
         """Names of the arrays that hold the factors."""
         return (self.prefix, self.suffix)
-
-    @property
-    def restored_size(self) -> int:
-        """P, mostly zeros."""
-        return self.rows * self.width
-
-    def read(self, source: ArraySource) -> LookupRows:
-        """Read rows from arrays."""
-        offsets = source.offsets(self.suffix)
-        assert offsets is not None
-        return LookupRows(source.tensor(self.prefix), source.tensor(self.suffix), offsets)
-
-    def tensors(self, rows: LookupRows) -> dict[str, Tensor]:
-        """Return ids and suffixes by the names of their arrays."""
-        return {self.prefix: rows.ids, self.suffix: rows.g}
-
-    def offsets(self, rows: LookupRows, array: str) -> Tensor | None:
-        """Return the start and end of each row's tokens."""
-        del array
-        return rows.offsets
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return the table."""
@@ -131,7 +86,8 @@ class Lookup(FactoredForm[LookupRows]):
             torch.searchsorted(train_tokens.ids, common),
         )
         pairs = (query_tokens.counts[ours] * train_tokens.counts[theirs]).tolist()
-        heavy = [count * self.width >= _BLOCK for count in pairs]
+        # Multiplications from which the pairs of one id are worth their own matrix product.
+        heavy = [count * self.width >= 1 << 15 for count in pairs]
         for one, other, large in zip(ours.tolist(), theirs.tolist(), heavy, strict=True):
             if large:
                 _add_block(out, query_tokens, one, train_tokens, other, scratch)
@@ -158,7 +114,6 @@ class Lookup(FactoredForm[LookupRows]):
         self, rows: LookupRows, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
     ) -> Tensor:
         """Return L^T W R `[B, 1, r, c]`: tokens read rows of L; T c (width + r) products per row."""
-        del block
         moved = rows.g @ col_vectors[0].to(rows.g.dtype)
         return summed_products(row_vectors[0].to(moved.dtype)[rows.ids], moved, rows.spans)
 
@@ -215,7 +170,6 @@ class Lookup(FactoredForm[LookupRows]):
 
     def outer_products(self, rows: LookupRows, *, scratch: int) -> Iterator[OuterProducts]:
         """Yield the row of the table that each token reads, times its suffix."""
-        del scratch
         yield OuterProducts(0, rows.g, rows.spans, ids=rows.ids)
 
 

@@ -15,7 +15,6 @@ from gradkeep.factors._arithmetic import (
     pad,
     pairwise,
     row_of,
-    spans,
     squared_lengths,
     sum_columns,
     sum_pairs,
@@ -25,21 +24,19 @@ from gradkeep.factors._arithmetic import (
 from gradkeep.factors._form import (
     Compute,
     FactoredForm,
-    GradientRows,
     OuterProducts,
     Parameter,
     PositionProducts,
+    RaggedRows,
 )
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.factors._form import ArraySource
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OuterRows(GradientRows):
+class OuterRows(RaggedRows):
     """Positions of B rows one after the other, S = sum of T_i in total."""
 
     x: Tensor
@@ -48,27 +45,6 @@ class OuterRows(GradientRows):
     """Suffix `[S, d_out]`"""
     offsets: Tensor | None = None
     """`[B + 1]` int64 on the CPU; None for one position per row, B = S."""
-
-    def __len__(self) -> int:
-        return len(self.x) if self.offsets is None else len(self.offsets) - 1
-
-    @property
-    def spans(self) -> Spans:
-        """Positions of each row."""
-        return spans(self.offsets, len(self.x))
-
-    @property
-    def positions(self) -> float:
-        """Number of positions of all rows together."""
-        return float(len(self.g))
-
-    def take(self, start: int, stop: int) -> OuterRows:
-        """Return a view of some rows."""
-        if self.offsets is None:
-            return OuterRows(self.x[start:stop], self.g[start:stop])
-        offsets = self.offsets[start : stop + 1]
-        low, high = int(offsets[0]), int(offsets[-1])
-        return OuterRows(self.x[low:high], self.g[low:high], offsets - low)
 
     @classmethod
     def stacked(cls, parts: Sequence[OuterRows]) -> OuterRows:
@@ -118,11 +94,6 @@ class Outer(FactoredForm[OuterRows]):
         return (self.prefix, self.suffix)
 
     @property
-    def restored_size(self) -> int:
-        """P, the bias included."""
-        return self.d_in * self.d_out + (self.d_out if self.bias else 0)
-
-    @property
     def unchanged(self) -> bool:
         """True without a stored column of ones."""
         return not self.ones
@@ -132,20 +103,6 @@ class Outer(FactoredForm[OuterRows]):
         """Description of the cut, if any."""
         cut = f"gradients of cut rank, relative error at most {self.error:g}"
         return cut if self.error > 0 else None
-
-    def read(self, source: ArraySource) -> OuterRows:
-        """Read rows from arrays."""
-        prefix, suffix = source.tensor(self.prefix), source.tensor(self.suffix)
-        return OuterRows(prefix, suffix, source.offsets(self.suffix))
-
-    def tensors(self, rows: OuterRows) -> dict[str, Tensor]:
-        """Return prefixes and suffixes by the names of their arrays."""
-        return {self.prefix: rows.x, self.suffix: rows.g}
-
-    def offsets(self, rows: OuterRows, array: str) -> Tensor | None:
-        """Return the start and end of each row's positions."""
-        del array
-        return rows.offsets
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return one matrix `[d_out, d_in]` with the bias as its last column."""
@@ -175,9 +132,7 @@ class Outer(FactoredForm[OuterRows]):
         parts = rows.spans
         out = rows.x.new_empty(len(rows), self.restored_size)
         weight, bias = self.split(out)
-        row_factor, col_factor = (rows.g, rows.x[:, : self.d_in])
-        if self.transposed:
-            row_factor, col_factor = col_factor, row_factor
+        row_factor, col_factor = self._sides(rows)
         if parts.uniform == 1:
             torch.mul(row_factor[:, :, None], col_factor[:, None, :], out=weight)
         else:
@@ -259,9 +214,7 @@ class Outer(FactoredForm[OuterRows]):
         """
         parts = rows.spans
         out = rows.x.new_zeros(len(directions), len(rows))
-        row_factor, col_factor = (rows.g, rows.x[:, : self.d_in])
-        if self.transposed:
-            row_factor, col_factor = col_factor, row_factor
+        row_factor, col_factor = self._sides(rows)
         terms = self._bias_terms(rows) if self.bias else None
         values = max(1, min(scratch // 4, CACHED) // rows.x.element_size() // row_factor.shape[1])
         # Many positions and few directions at a time: fast matrix products.
@@ -292,9 +245,7 @@ class Outer(FactoredForm[OuterRows]):
         """
         if self.error > 0:
             return None
-        row_factor, col_factor = (rows.g, rows.x[:, : self.d_in])
-        if self.transposed:
-            row_factor, col_factor = col_factor, row_factor
+        row_factor, col_factor = self._sides(rows)
         weight, bias = self.split(directions)
         out = rows.x.new_empty(len(directions), len(rows.g))
         for one, into in zip(weight, out, strict=True):
@@ -314,6 +265,11 @@ class Outer(FactoredForm[OuterRows]):
         parts = rows.spans
         return self.d_out if parts.uniform is not None else parts.longest * (self.d_in + self.d_out)
 
+    def _sides(self, rows: OuterRows) -> tuple[Tensor, Tensor]:
+        """Return the factors of the weight's rows and of its columns, `[S, R]` and `[S, C]`."""
+        x = rows.x[:, : self.d_in]
+        return (x, rows.g) if self.transposed else (rows.g, x)
+
     def _bias_terms(self, rows: OuterRows) -> Tensor:
         """Return what each position adds to the gradient of the bias, `[S, d_out]`."""
         return rows.g * rows.x[:, self.d_in :] if self.ones else rows.g
@@ -328,9 +284,7 @@ class Outer(FactoredForm[OuterRows]):
 
     def outer_products(self, rows: OuterRows, *, scratch: int) -> Iterator[OuterProducts]:
         """Yield suffixes times prefixes, in the layout of the weight."""
-        del scratch
-        x = rows.x[:, : self.d_in]
-        row_factor, col_factor = (x, rows.g) if self.transposed else (rows.g, x)
+        row_factor, col_factor = self._sides(rows)
         yield OuterProducts(0, col_factor, rows.spans, row_factor=row_factor)
 
     def bias_gradients(self, rows: OuterRows) -> Tensor | None:

@@ -33,17 +33,10 @@ class TiedRows(GradientRows):
     lookup: LookupRows
     outer: OuterRows
 
-    def __len__(self) -> int:
-        return len(self.lookup)
-
     @property
     def positions(self) -> float:
         """Positions of the linear layer, of all rows together."""
         return self.outer.positions
-
-    def take(self, start: int, stop: int) -> TiedRows:
-        """Return a view of some rows."""
-        return TiedRows(self.lookup.take(start, stop), self.outer.take(start, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +57,6 @@ class Tied(FactoredForm[TiedRows]):
     def arrays(self) -> tuple[str, ...]:
         """Names of the arrays that hold the factors of both uses."""
         return (*self.lookup.arrays, *self.outer.arrays)
-
-    @property
-    def restored_size(self) -> int:
-        """P, including the bias."""
-        return self.outer.restored_size
 
     def read(self, source: ArraySource) -> TiedRows:
         """Read rows from arrays."""

@@ -47,9 +47,7 @@ class WeightMatrix:
         bias = dense[:, self.bias : self.bias + self.groups * self.rows]
         return torch.cat([weight, bias.reshape(-1, self.groups, self.rows, 1)], 3)
 
-    def matrices(self, dense: Tensor) -> Tensor:
-        """Return the matrices `[B, G, R, C]` in dense gradients `[B, P]`."""
-        return self.taken(dense)
+    matrices = taken
 
     def put(self, values: Tensor, into: Tensor) -> None:
         """Write matrices `[B, G, R, C]` into dense gradients `[B, P]`."""

@@ -31,14 +31,11 @@ _FORMAT = "3"
 _CODE_ARRAYS = ("code", "length", "part")
 _SEGMENT = 1 << 18
 """Rows of a segment of codes."""
-_MOST_BYTES = 4096
 _MOST_FOR_DIRECTIONS = 4 << 30
 _SAMPLED_AT_ONCE = 512
 _TOGETHER = 64
 """Segments of the capture whose codes are reused or built together."""
 _VERSION = re.compile(r"\.v(\d+)-")
-_BEYOND, _ROUNDS = 32, 8
-"""Subspace iteration for the leading directions: extra vectors, and number of iterations."""
 
 
 @checked(QueryError)
@@ -75,7 +72,7 @@ def small_codes(
         >>> codes.codes.shape, gk.query.top(train, train, 1, codes=codes).ids.shape
         ((50, 4), torch.Size([50, 1]))
     """
-    _arguments.count("bytes", bytes, error=QueryError, least=BESIDE + 1, most=_MOST_BYTES)
+    _arguments.count("bytes", bytes, error=QueryError, least=BESIDE + 1, most=4096)
     _arguments.count("sample", sample, error=QueryError, least=1)
     _arguments.count("seed", seed, error=QueryError)
     builder = _CodeBuilder(train, bytes, sample, seed)
@@ -354,11 +351,12 @@ def _leading(
     kernel: torch.Tensor, count: int, draws: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest eigenvalues, decreasing, and their vectors `[S, count]`; large kernels by subspace iteration."""
-    if len(kernel) <= max(1024, count + _BEYOND):
+    wide = count + 32  # extra vectors for subspace iteration
+    if len(kernel) <= max(1024, wide):
         values, vectors = torch.linalg.eigh(kernel.double())
     else:
-        basis = torch.randn(len(kernel), count + _BEYOND, generator=draws)
-        for _ in range(_ROUNDS):
+        basis = torch.randn(len(kernel), wide, generator=draws)
+        for _ in range(8):
             basis = torch.linalg.qr(kernel @ basis).Q
         values, inner = torch.linalg.eigh((basis.t() @ (kernel @ basis)).double())
         vectors = basis.double() @ inner

@@ -15,12 +15,12 @@ import torch
 from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
+from gradkeep.factors import basis_of
 from gradkeep.factors._bits import PACKED, BitRows, Bits
 from gradkeep.factors._convolution import Convolution
 from gradkeep.factors._dense import Dense
 from gradkeep.factors._form import dot, dot_directions
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._registry import basis_of
 from gradkeep.query._planner import ProductSize, QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
@@ -91,20 +91,20 @@ class ProductEngine:
         self.rows = None if rows is None else list(rows)
         self.num_train = len(first.train) if self.rows is None else len(self.rows)
         self.num_train = self.num_train if stop is None else min(stop, self.num_train)
-        probes = [_probe(pair) for pair in pairs]
+        sizes = [(_sizes(pair.queries), _sizes(pair.train)) for pair in pairs]
         self.shares: MemoryShares = memory_shares(
             memory_budget,
             answer=answer,
             mapped=max(pair.train.largest_segment for pair in pairs),
-            query_row=max(probe.query_row for probe in probes),
-            train_row=max(probe.train_row for probe in probes),
+            query_row=max(queries.bytes for queries, _ in sizes),
+            train_row=max(train.bytes for _, train in sizes),
             queries=len(self.positions),
             rows=self.num_train,
         )
         self.sides: list[list[LayerProduct]] = []
         steps: list[QueryStep] = []
-        for pair, probe in zip(self.pairs, probes, strict=True):
-            sides, pair_steps = self._sides(pair, probe, compute)
+        for pair, (queries, train) in zip(self.pairs, sizes, strict=True):
+            sides, pair_steps = self._sides(pair, queries, train, compute)
             self.sides.append(sides)
             steps += pair_steps
         self.plan = QueryPlan(
@@ -164,7 +164,7 @@ class ProductEngine:
             ]
 
     def _sides(
-        self, pair: GradientPair, probe: _RowSizes, compute: ComputeSpec
+        self, pair: GradientPair, queries: _RowSizes, train: _RowSizes, compute: ComputeSpec
     ) -> tuple[list[LayerProduct], list[QueryStep]]:
         sides, steps = [], []
         groups: dict[tuple[str, str], int] = {}
@@ -179,8 +179,8 @@ class ProductEngine:
             load = ProductSize(
                 n_train=min(self.num_train, self.shares.train_rows),
                 n_query=min(len(self.positions), self.shares.query_rows),
-                t_train=probe.train_positions[name],
-                t_query=probe.query_positions[name],
+                t_train=train.positions[name],
+                t_query=queries.positions[name],
                 scratch=self.shares.scratch,
             )
             choice = choose_compute(form, load, force=forced)
@@ -320,22 +320,14 @@ def _join_parts(parts: list[FactorBatch]) -> FactorBatch:
 
 @dataclass(frozen=True, slots=True)
 class _RowSizes:
-    """Sizes of some rows of both sides."""
+    """Bytes of a row in memory, and its positions in each layer."""
 
-    query_row: float
-    train_row: float
-    query_positions: Mapping[str, float]
-    train_positions: Mapping[str, float]
+    bytes: float
+    positions: Mapping[str, float]
 
 
-def _probe(pair: GradientPair) -> _RowSizes:
-    query_row, query_positions = _sizes(pair.queries)
-    train_row, train_positions = _sizes(pair.train)
-    return _RowSizes(query_row, train_row, query_positions, train_positions)
-
-
-def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
-    """Return bytes per row in memory, and positions per row and layer, from rows spread over the block."""
+def _sizes(side: Gradients) -> _RowSizes:
+    """Return the mean sizes of rows spread over the block."""
     count = min(len(side), 16)
     if not count:
         raise QueryError("there are no rows", code="query.no_rows", found=repr(side))
@@ -349,10 +341,10 @@ def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
             name: float(form.positions) if isinstance(form, Convolution) else 1.0
             for name, form in side.forms.items()
         }
-        return float(whole), positions
+        return _RowSizes(float(whole), positions)
     some = side.rows([index * len(side) // count for index in range(count)])
     size = sum(rows.nbytes for rows in some.factors.values()) / count
-    return size, {name: rows.positions / count for name, rows in some.factors.items()}
+    return _RowSizes(size, {name: rows.positions / count for name, rows in some.factors.items()})
 
 
 def check_pairs(pairs: Sequence[GradientPair]) -> None:

@@ -15,7 +15,7 @@ import torch
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import MissingRowsError, NotSealedError, QueryError
-from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors import form_from_fields
 from gradkeep.store import CaptureKey, Store
 from gradkeep.store import open as open_store
 

@@ -30,8 +30,6 @@ _SCANNED = 1 << 14
 _HELD = 1 << 27
 """Most bytes of products with all rows."""
 _STRIDE = 64
-_BEGUN, _WIDEST = 100, 1600
-"""Candidates per requested row: first, and at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,8 +154,9 @@ def by_codes(
     """
     _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
     _check_codes(codes, pair.train)
-    wide = min(len(pair.train), k * _WIDEST if candidates is None else max(k, candidates))
-    begun = min(wide, k * _BEGUN if candidates is None else max(k, wide // 2))
+    # Candidates at most, and at first.
+    wide = min(len(pair.train), k * 1600 if candidates is None else max(k, candidates))
+    begun = min(wide, k * 100 if candidates is None else max(k, wide // 2))
     begun = wide if wide == len(codes) else begun
     ranked: list[_Ranking] = []
     together = max(1, _HELD // (8 * len(codes)))

@@ -206,18 +206,7 @@ def along(
     Raises:
         QueryError: Weights or layers differ.
     """
-    if directions.weights != gradients.weights:
-        raise QueryError(
-            "directions and rows were captured with different weights",
-            code="query.different_weights",
-            fix="Compute the directions from a capture at the same checkpoint.",
-        )
-    if list(directions.layers) != list(gradients.forms):
-        raise QueryError(
-            "directions and rows hold different layers",
-            code="query.different_layers",
-            found=", ".join(sorted(set(directions.layers) ^ set(gradients.forms))[:8]),
-        )
+    check_directions(directions, gradients)
     count = len(directions.groups)
     out = torch.empty(count, len(gradients))
     rows, scratch = _tiling(gradients, count, memory_budget, answer=count * len(gradients) * 4)
@@ -230,6 +219,22 @@ def along(
         out[:, some.start : some.stop] = products
     slopes = gradients.slopes()
     return out if slopes is None else out * slopes
+
+
+def check_directions(directions: Directions, gradients: Gradients) -> None:
+    """Raise unless the directions have the weights and the layers of the rows."""
+    if directions.weights != gradients.weights:
+        raise QueryError(
+            "directions and rows were captured with different weights",
+            code="query.different_weights",
+            fix="Compute the directions from a capture at the same checkpoint.",
+        )
+    if list(directions.layers) != list(gradients.forms):
+        raise QueryError(
+            "directions and rows hold different layers",
+            code="query.different_layers",
+            found=", ".join(sorted(set(directions.layers) ^ set(gradients.forms))[:8]),
+        )
 
 
 def _sums(
@@ -271,26 +276,20 @@ def _membership(
     else:
         groups = gradients.column(by) if isinstance(by, str) else by
         values = _arguments.array(
-            "by", groups, error=QueryError, kinds="biufUS", expected="one group per row"
+            "by",
+            groups,
+            error=QueryError,
+            kinds="biufUS",
+            expected="one group per row",
+            shape=(count,),
+            code="query.wrong_groups",
         )
-        if values.shape != (count,):
-            raise QueryError(
-                "by must have one group per row",
-                code="query.wrong_groups",
-                found=f"shape {values.shape}",
-                expected=f"({count},)",
-            )
         names, labels = np.unique(values, return_inverse=True)
     amounts = np.ones(count)
     if weights is not None:
-        amounts = _arguments.array("weights", weights, error=QueryError).astype(np.float64)
-    if amounts.shape != (count,):
-        raise QueryError(
-            "weights must have one weight per row",
-            code="query.wrong_weights",
-            found=f"shape {amounts.shape}",
-            expected=f"({count},)",
-        )
+        amounts = _arguments.array(
+            "weights", weights, error=QueryError, shape=(count,), code="query.wrong_weights"
+        ).astype(np.float64)
     if not np.isfinite(amounts).all():
         raise QueryError(
             "weights must be finite", code="query.wrong_weights", found="NaN or infinity"

@@ -11,12 +11,13 @@ import torch
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import QueryError
+from gradkeep.factors import basis_of
 from gradkeep.factors._arithmetic import sum_columns
 from gradkeep.factors._form import FactoredForm, dot_directions
-from gradkeep.factors._registry import basis_of
 from gradkeep.factors._tied import places_array
 from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs
 from gradkeep.query._gradients import Gradients
+from gradkeep.query._sums import check_directions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,21 +136,10 @@ def along_tokens(
     Raises:
         QueryError: Weights or layers differ, or the capture holds no positions.
     """
-    if directions.weights != gradients.weights:
-        raise QueryError(
-            "directions and rows were captured with different weights",
-            code="query.different_weights",
-            fix="Compute the directions from a capture at the same checkpoint.",
-        )
+    check_directions(directions, gradients)
     count = len(directions.groups)
     rows = _TokenRows(gradients, ids, count, memory_budget)
     for layer in rows.layers:
-        if layer not in directions.layers:
-            raise QueryError(
-                "directions and rows hold different layers",
-                code="query.different_layers",
-                found=f"no directions of {layer}",
-            )
         rows.add(layer, directions.layers[layer], 0)
     return rows.products(np.arange(count))
 

@@ -11,7 +11,7 @@ from gradkeep.web._parameters import Clusters, MapSource, Name  # noqa: TC001 - 
 from gradkeep.web._score_sources import score_sources
 
 if TYPE_CHECKING:
-    from gradkeep.evaluate._map import RowMap
+    from gradkeep.evaluate._groups import RowMap
     from gradkeep.web._served import ServedStore
 
 _GRADIENTS = "gradients"
@@ -36,7 +36,7 @@ def show_clusters(
     checkpoints = served.checkpoints(run, name, split)
 
     def compute(_: Any) -> RowMap:
-        from gradkeep.evaluate._map import map_rows, map_targets
+        from gradkeep.evaluate._groups import map_rows, map_targets
 
         if of != _GRADIENTS:
             return map_targets(_load_datamodels(served, of), clusters=clusters)

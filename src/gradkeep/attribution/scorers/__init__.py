@@ -1,6 +1,5 @@
 """All methods, one file per family; the default first."""
 
-from gradkeep.attribution.scorers._adam import ADAM
 from gradkeep.attribution.scorers._baselines import (
     KNN_SHAPLEY,
     LABEL_MATCH,
@@ -11,10 +10,9 @@ from gradkeep.attribution.scorers._baselines import (
 from gradkeep.attribution.scorers._datainf import DATA_INF
 from gradkeep.attribution.scorers._gradient_products import COS, DOT, SELF, TRACIN
 from gradkeep.attribution.scorers._influence import ARNOLDI, INFLUENCE
-from gradkeep.attribution.scorers._kernel import KERNEL
-from gradkeep.attribution.scorers._kfac import EKFAC, KFAC
+from gradkeep.attribution.scorers._kernel import KERNEL, TRAK
+from gradkeep.attribution.scorers._kfac import ADAM, EKFAC, KFAC
 from gradkeep.attribution.scorers._logra import LOGRA
-from gradkeep.attribution.scorers._trak import TRAK
 
 ALL = (
     KERNEL,

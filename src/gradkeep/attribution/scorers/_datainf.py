@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gradkeep.attribution._question import CheckpointView
     from gradkeep.query import Gradients
 
+    Budget = float | str | None
+
 
 @dataclass(frozen=True, slots=True)
 class DataInfOptions:
@@ -45,7 +47,6 @@ def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
         raise at.all_zero()
     lengths = dict(zip(train.forms, squared.T, strict=True))
     budget = at.question.memory_budget
-    limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
 
     def scores(name: str, positions: list[int]) -> Tensor:
         """Compute (g_q . g_n - mean over m of (g_q . g_m)(g_m . g_n) / (damping + |g_m|^2)) / damping."""
@@ -56,49 +57,38 @@ def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
         ids = queries.ids[positions]
         products = query.dot(only_layer(queries, name), rows, ids=ids, memory_budget=budget).values
         share = products / (len(train) * (added + lengths[name])).float()
-        subtract = _subtract_by_sums
-        if not _sums_cost_less(rows, name, len(positions)):
-            subtract = _subtract_by_kernel
-        subtract(rows, name, share, products, limit=limit // 8, memory_budget=budget)
+        if _sums_cost_less(rows, name, len(positions)):
+            _subtract_by_sums(rows, name, share, products, budget)
+        else:
+            _subtract_by_kernel(rows, share, products, budget)
         return products / added
 
     return layer_by_layer(at, scores, "the inverse of a mean is replaced by the mean of inverses")
 
 
-def _subtract_by_kernel(
-    rows: Gradients,
-    name: str,
-    share: Tensor,
-    scores: Tensor,
-    *,
-    limit: int,
-    memory_budget: float | str | None,
-) -> None:
+def _subtract_by_kernel(rows: Gradients, share: Tensor, scores: Tensor, budget: Budget) -> None:
     """Subtract share `[b, N]` x the products of all rows from the scores, some rows at a time."""
-    del name
-    step = max(1, limit // (4 * len(rows)))
+    step = max(1, _limit(budget) // (4 * len(rows)))
     for start in range(0, len(rows), step):
         some = rows.ids[start : start + step]
-        kernel = query.dot(rows, rows, ids=some, memory_budget=memory_budget).values
+        kernel = query.dot(rows, rows, ids=some, memory_budget=budget).values
         scores[:, start : start + step] -= share @ kernel.t()
 
 
 def _subtract_by_sums(
-    rows: Gradients,
-    name: str,
-    share: Tensor,
-    scores: Tensor,
-    *,
-    limit: int,
-    memory_budget: float | str | None,
+    rows: Gradients, name: str, share: Tensor, scores: Tensor, budget: Budget
 ) -> None:
     """Subtract the same by sums of gradients, some queries at a time."""
-    step = max(1, limit // (16 * rows.size + 4 * len(rows)))
+    step = max(1, _limit(budget) // (16 * rows.size + 4 * len(rows)))
     for start in range(0, len(share), step):
         some = share[start : start + step]
-        summed = weighted(rows, name, some, memory_budget).float()
-        directions = Directions(tuple(range(len(some))), {name: summed}, rows.forms, rows.weights)
-        scores[start : start + step] -= query.along(rows, directions, memory_budget=memory_budget)
+        sums = {name: weighted(rows, name, some, budget).float()}
+        directions = Directions(tuple(range(len(some))), sums, rows.forms, rows.weights)
+        scores[start : start + step] -= query.along(rows, directions, memory_budget=budget)
+
+
+def _limit(budget: Budget) -> int:
+    return (DEFAULT_BUDGET if budget is None else parse_bytes(budget)) // 8
 
 
 def _sums_cost_less(rows: Gradients, name: str, queries: int) -> bool:

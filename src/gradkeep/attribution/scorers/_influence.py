@@ -18,8 +18,8 @@ from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._resume import fingerprint_weights
 from gradkeep.curvature import _random
 from gradkeep.curvature._cholesky import WeightedKernel
+from gradkeep.curvature._conjugate import conjugate_gradients, lanczos
 from gradkeep.curvature._fisher import Damping
-from gradkeep.curvature._iterative import conjugate_gradients, lanczos
 from gradkeep.curvature._row_parts import dense_rows, only_layer, weighted
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.query._engine import DEFAULT_BUDGET
@@ -94,12 +94,6 @@ def curvature(at: CheckpointView, options: CurvatureOptions) -> CurvatureProblem
             return fisher_product(space, train, vectors, memory_budget=budget)
 
         return CurvatureProblem(space, product, added)
-    if kind not in ("hessian", "ggn"):
-        raise AttributionError(
-            f"there is no curvature {kind!r}",
-            code="attribute.unknown_curvature",
-            expected="'hessian', 'ggn' or 'fisher'",
-        )
     if model is None or data is None:
         raise AttributionError(
             f"curvature={kind!r} needs the model and the training data",
@@ -112,9 +106,8 @@ def curvature(at: CheckpointView, options: CurvatureOptions) -> CurvatureProblem
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
     replayed = ReplayedCurvature(space, model, data, options.task or Classification(), mode)
-    return CurvatureProblem(
-        space, replayed.hessian if kind == "hessian" else replayed.gauss_newton, added
-    )
+    step = replayed.add_hessian if kind == "hessian" else replayed.add_gauss_newton
+    return CurvatureProblem(space, lambda vectors: replayed.mean(vectors, step), added)
 
 
 def fisher_product(
@@ -202,15 +195,8 @@ class ReplayedCurvature:
         named = dict(model.named_parameters(remove_duplicate=False))
         self.weights = [named[parameter.name] for parameter in space.parameters]
 
-    def hessian(self, vectors: Tensor) -> Tensor:
-        """Compute H v of the mean loss for vectors `[K, P]`: K + 1 backward passes over the data."""
-        return self._mean(vectors, self._hessian)
-
-    def gauss_newton(self, vectors: Tensor) -> Tensor:
-        """Compute J^T H_z J v for `[K, P]`, with H_z the Hessian of the loss in the model's output z."""
-        return self._mean(vectors, self._gauss_newton)
-
-    def _mean(self, vectors: Tensor, product: Any) -> Tensor:
+    def mean(self, vectors: Tensor, product: Callable[[Any, Tensor, Tensor], int]) -> Tensor:
+        """Compute the mean over the data of products with vectors `[K, P]`, float64."""
         total, rows = torch.zeros_like(vectors, dtype=torch.float64), 0
         device = self.weights[0].device
         with in_mode(self.model, self.mode), torch.enable_grad():
@@ -222,7 +208,8 @@ class ReplayedCurvature:
             )
         return total / rows
 
-    def _hessian(self, batch: Any, vectors: Tensor, total: Tensor) -> int:
+    def add_hessian(self, batch: Any, vectors: Tensor, total: Tensor) -> int:
+        """Add H v of a batch's summed loss: K + 1 backward passes; return the number of rows."""
         losses = self.task.losses(self.model, batch)
         slopes = torch.autograd.grad(
             losses.sum(), self.weights, create_graph=True, materialize_grads=True
@@ -233,10 +220,15 @@ class ReplayedCurvature:
             into += self._flat(_gradients(product, self.weights))
         return len(losses)
 
-    def _gauss_newton(self, batch: Any, vectors: Tensor, total: Tensor) -> int:
-        recording = _RecordingModel(self.model)
-        self.task.losses(recording, batch)
-        leaves, shape = tree_flatten(recording.output)
+    def add_gauss_newton(self, batch: Any, vectors: Tensor, total: Tensor) -> int:
+        """Add J^T H_z J v, with H_z the Hessian of the summed loss in the model's output z."""
+        outputs_of_model: list[Any] = []
+        hook = self.model.register_forward_hook(lambda *call: outputs_of_model.append(call[2]))
+        try:
+            self.task.losses(self.model, batch)
+        finally:
+            hook.remove()
+        leaves, shape = tree_flatten(outputs_of_model[-1])
         answers = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         ends = {id(t): t.detach().requires_grad_() for t in answers}
         constant = _ConstantModel(tree_unflatten([ends.get(id(t), t) for t in leaves], shape))
@@ -274,19 +266,6 @@ class ReplayedCurvature:
 
     def _flat(self, parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([part.detach().double().cpu().flatten() for part in parts])
-
-
-class _RecordingModel(nn.Module):
-    """Model that records its output."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.output: Any = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.output = self.model(*args, **kwargs)
-        return self.output
 
 
 class _ConstantModel(nn.Module):

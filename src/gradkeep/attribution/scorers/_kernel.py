@@ -13,11 +13,17 @@ from gradkeep._ranks import column_correlations
 from gradkeep.attribution._question import Method, Scorer, column
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution.scorers._gradient_products import products
-from gradkeep.curvature._cholesky import ParameterSolver, WeightedKernel, relative_damping
-from gradkeep.curvature._conjugate import KERNEL_METHODS, KernelMethod, kernel_solver
-from gradkeep.curvature._feature_solvers import by_features, dual, mean_square
+from gradkeep.curvature._cholesky import (
+    ParameterSolver,
+    WeightedKernel,
+    by_features,
+    dual,
+    mean_square,
+    relative_damping,
+)
+from gradkeep.curvature._conjugate import KernelMethod, kernel_solver
 from gradkeep.curvature._row_parts import dense_rows
-from gradkeep.curvature._sketches import Projection
+from gradkeep.curvature._sketches import Projection, ProjectionKind
 from gradkeep.errors import AttributionError
 from gradkeep.query._engine import GradientPair, ProductEngine
 
@@ -34,9 +40,6 @@ if TYPE_CHECKING:
 KernelWeight = Literal["q", "q(1-q)", "none"]
 ScoreTarget = Literal["loss", "output"]
 """Score the query's loss (positive lowers it) or its output (positive raises it)."""
-WEIGHTS: tuple[KernelWeight, ...] = ("q", "q(1-q)", "none")
-LEAST = 1e-12
-"""Smallest weight: rows with a confident prediction stay in the kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +78,6 @@ def loss_slopes(
     the mean over checkpoints, it estimates the effect on the query's loss. Scores of margins are not
     multiplied: raising a margin always lowers its loss. `target="output"` multiplies none.
     """
-    if weight not in WEIGHTS:
-        raise AttributionError(
-            f"there is no weight {weight!r}",
-            code="attribute.unknown_weight",
-            expected=" or ".join(map(repr, WEIGHTS)),
-        )
     places = question.at()
     rows = len(places[0].train_block)
     query_pull = torch.ones(len(question.positions))
@@ -114,7 +111,8 @@ def loss_slopes(
             expected=f"[{rows}]",
         )
     by = {"q": pooled, "q(1-q)": pooled * (1 - pooled), "none": torch.ones(rows)}[weight]
-    return LossSlopes("output", pooled, by.clamp(min=LEAST), query_pull)
+    # Rows with a confident prediction stay in the kernel.
+    return LossSlopes("output", pooled, by.clamp(min=1e-12), query_pull)
 
 
 def _is_margin(block: Block) -> bool:
@@ -199,10 +197,6 @@ def _by_parameters(
     return Scorer(score, solution=solver.solution)
 
 
-_ROWS, _QUERIES = 1000, 16
-"""Training rows and queries on which exact and projected scores are compared."""
-
-
 def sketch_agreement(
     at: CheckpointView, slopes: LossSlopes, x: RowStorage, g: Tensor, damping: float
 ) -> str:
@@ -212,8 +206,8 @@ def sketch_agreement(
     """
     train, query_gradients, question = at.train(slopes.of), at.queries(slopes.of), at.question
     draws = torch.Generator().manual_seed(0)
-    rows = torch.randperm(len(train), generator=draws)[:_ROWS].sort().values
-    places = torch.randperm(len(g), generator=draws)[:_QUERIES].sort().values
+    rows = torch.randperm(len(train), generator=draws)[:1000].sort().values
+    places = torch.randperm(len(g), generator=draws)[:16].sort().values
     queries = question.positions[places.numpy()].tolist()
     share = damping * len(rows) / len(train)
     weight, pull = slopes.weight[rows], slopes.pull[rows]
@@ -233,15 +227,8 @@ def sketch_agreement(
 
 
 def _products(queries: Gradients, train: Gradients, positions: list[int], rows: Tensor) -> Tensor:
-    engine = ProductEngine(
-        [GradientPair(queries, train)], answer=0, positions=positions, rows=rows.tolist()
-    )
-    out = torch.empty(len(positions), len(rows))
-    for tile in engine.tiles():
-        part = tile.values[0]
-        here = slice(tile.query_start, tile.query_start + len(part))
-        out[here, tile.train_start : tile.train_start + part.shape[1]] = part
-    return out
+    pair = GradientPair(queries, train)
+    return ProductEngine([pair], answer=0, positions=positions, rows=rows.tolist()).matrix()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +256,6 @@ class KernelOptions:
 
 
 def _pool_kernel(question: AttributionQuestion, options: KernelOptions) -> LossSlopes:
-    if options.solver not in ("auto", *KERNEL_METHODS):
-        raise AttributionError(
-            f"there is no solver {options.solver!r}",
-            code="attribute.unknown_solver",
-            expected=", ".join(map(repr, ("auto", *KERNEL_METHODS))),
-        )
     if not 0 < options.tolerance < 1:
         raise AttributionError(
             f"tolerance must be between 0 and 1, got {options.tolerance}", code="argument.invalid"
@@ -343,5 +324,67 @@ KERNEL = Method(
     tuned="damping",
     candidates=(0.3, 1.0, 3.0, 10.0),
     layered=True,
+    whitened=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrakOptions:
+    """Options of `trak`."""
+
+    dim: int = 2048
+    """Dimension k of the projected gradients."""
+    ridge: float | Literal["auto"] = 1.0
+    """Ridge relative to the mean diagonal of the inverted matrix, `[k, k]`, or `[N, N]` if there are fewer rows
+    than dimensions; 0: none; "auto": chosen by subset outcomes.
+    """
+    projection: ProjectionKind = "auto"
+    seed: int = 0
+    target: ScoreTarget = "loss"
+    """Score the query's loss (positive lowers it) or its output (positive raises it)."""
+
+
+def _pool_trak(question: AttributionQuestion, options: TrakOptions) -> LossSlopes:
+    return loss_slopes(question, "none", target=options.target)
+
+
+def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
+    slopes: LossSlopes = at.pooled
+    projection = Projection(options.projection, options.dim, options.seed)
+    x, g = features(at, slopes.of, projection)
+    rows, dim = x.count, x.dim
+    if options.ridge == 0 and dim >= rows:
+        raise AttributionError(
+            f"a {dim} x {dim} matrix of {rows} rows is singular and has no inverse without a ridge",
+            code="attribute.singular",
+            found=f"dim={dim}, ridge=0",
+            fix=f"Omit ridge, or pass dim={max(1, rows // 4)}.",
+        )
+    one = torch.ones(rows)
+    trace = mean_square(x, one) * rows
+    ridge = 0.0
+    if options.ridge != 0:
+        ridge = relative_damping(options.ridge, trace / min(rows, dim), name="ridge")
+    solve = by_features(x, weight=one, pull=slopes.pull, damping=ridge)
+
+    def score(start: int, stop: int) -> Tensor:
+        return slopes.about_queries(solve(g[start:stop]), start, stop)
+
+    return Scorer(score, approximate=f"gradients projected to {dim} numbers")
+
+
+TRAK = Method(
+    "trak",
+    "inner product of projected output gradients through the inverse of their ridged second "
+    "moment, times 1 - p of the training row",
+    "gradients of both splits; the final checkpoints of several runs are better",
+    "N k^2 + k^3 / 3 + Q N k per checkpoint",
+    exact=False,
+    reference="Park et al., TRAK: Attributing Model Behavior at Scale, 2023",
+    prepare=_prepare_trak,
+    pool=_pool_trak,
+    options=TrakOptions,
+    tuned="ridge",
+    candidates=(0.1, 0.3, 1.0, 3.0, 10.0),
     whitened=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,7 +17,7 @@ from gradkeep.curvature._eigen_influence import single_position_influence, store
 from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, coordinate_bytes, fisher
 from gradkeep.curvature._row_parts import dense_rows, only_layer
 from gradkeep.errors import AttributionError
-from gradkeep.factors._registry import is_whitened
+from gradkeep.factors import is_whitened
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._sums import Directions
 from gradkeep.store import CaptureKey
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
+    from gradkeep.capturing._weights import AdamState
+    from gradkeep.factors._form import AnyForm
     from gradkeep.query import Gradients
 
     Solve = Callable[[str, Tensor], Tensor]
@@ -202,7 +204,7 @@ def fisher_solver(
     budget = at.question.memory_budget
     solver = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
     # In double precision: dividing by small eigenvalues amplifies rounding.
-    return lambda layer, dense: solver.layers[layer].solved(dense.double(), damping).to(dense.dtype)
+    return lambda layer, dense: solver[layer].solved(dense.double(), damping).to(dense.dtype)
 
 
 def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
@@ -274,4 +276,64 @@ EKFAC = dataclasses.replace(
     cost="kfac and a second pass over the training rows",
     reference="George et al., 2018; Grosse et al., Studying LLM Generalization, 2023",
     prepare=functools.partial(_prepare_kfac, corrected=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamOptions:
+    """Options of `adam`."""
+
+    state: Any = None
+    """`gk.capturing.AdamState` of the checkpoint, from `gk.read_adam`."""
+
+
+def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
+    from gradkeep.capturing._weights import AdamState
+
+    budget = at.question.memory_budget
+    limit = None if budget is None else parse_bytes(budget)
+    if not isinstance(options.state, AdamState):
+        raise AttributionError(
+            "adam needs the optimizer's second moments",
+            code="attribute.no_adam_state",
+            found=type(options.state).__name__,
+            fix="Pass state=gk.read_adam(optimizer.state_dict() or a Trainer's folder, model).",
+        )
+    state: AdamState = options.state
+    roots = {layer: _roots(state, form) for layer, form in at.train().forms.items()}
+
+    def solve(layer: str, dense: Tensor) -> Tensor:
+        return dense / roots[layer].to(dense)
+
+    return layer_by_layer(at, SolvedQueries(at, solve, limit).scores, None)
+
+
+def _roots(state: AdamState, form: AnyForm) -> Tensor:
+    """Return the denominator of Adam for a layer's gradient `[P]`."""
+    parts = []
+    for parameter in form.parameters:
+        second = state.second.get(parameter.name)
+        if second is None or tuple(second.shape) != parameter.shape:
+            raise AttributionError(
+                f"the optimizer's state has no second moments for {parameter.name}",
+                code="attribute.missing_moments",
+                found="no such parameter" if second is None else f"shape {tuple(second.shape)}",
+                expected=f"shape {parameter.shape}",
+                fix="Read the state with the captured model, or pass layers= that were trained.",
+            )
+        parts.append(state.corrected(parameter.name).double().sqrt().flatten() + state.eps)
+    return torch.cat(parts).float()
+
+
+ADAM = Method(
+    "adam",
+    "query gradient x training gradient / (root of Adam's second moments + eps)",
+    "gradients of both splits at one checkpoint, and the optimizer's state there",
+    "Q restored gradients, then Q x N products",
+    exact=True,
+    reference="Xia et al., LESS, 2024 (the second moments alone)",
+    prepare=_prepare_adam,
+    over="one",
+    options=AdamOptions,
+    layered=True,
 )

@@ -11,10 +11,10 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import RowStorage
 from gradkeep.attribution.scorers._kfac import layer_by_layer
-from gradkeep.curvature._feature_solvers import by_features
+from gradkeep.curvature._cholesky import by_features
 from gradkeep.curvature._fisher import DECADES, Damping
+from gradkeep.curvature._project import TwoSided, two_sided
 from gradkeep.curvature._row_parts import only_layer
-from gradkeep.curvature._two_sided import TwoSided, two_sided
 from gradkeep.errors import BudgetError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the module named first with the remaining arguments."""
-    from gradkeep.datamodels.study._contract import offer_aliases
+    from gradkeep.datamodels._contract import offer_aliases
 
     if not arguments or arguments[0].startswith("-"):
         raise DatamodelsError(

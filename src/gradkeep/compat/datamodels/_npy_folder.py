@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep.datamodels.fitting._result import open_store
-from gradkeep.datamodels.study._contract import MODELS, initialize, logdir_of, models_of
-from gradkeep.datamodels.study._spec import COMPLETED, Field, Spec, check_returned
+from gradkeep.datamodels._contract import MODELS, initialize, logdir_of, models_of
+from gradkeep.datamodels._result import open_store
+from gradkeep.datamodels._spec import COMPLETED, Field, Spec, check_returned
 from gradkeep.errors import DatamodelsError, WriteFailedError
 
 if TYPE_CHECKING:

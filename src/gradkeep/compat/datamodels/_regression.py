@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.datamodels._npy_folder import NpyFolder
     from gradkeep.datamodels import Datamodels
-    from gradkeep.datamodels.fitting._path import PenaltyStep
+    from gradkeep.datamodels._path import PenaltyStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)

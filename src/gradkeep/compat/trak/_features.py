@@ -12,11 +12,11 @@ import torch
 
 from gradkeep.compat.trak.modelout_functions import TASK_TO_MODELOUT
 from gradkeep.compat.trak.score_computers import scaled_inverse
-from gradkeep.curvature._cholesky import relative_damping
-from gradkeep.curvature._feature_solvers import (
+from gradkeep.curvature._cholesky import (
     StreamedRows,
     add_damped_scores,
     add_products,
+    relative_damping,
     row_blocks,
     streamed_gram,
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.trak._abstract_saver import Ids, Mask
     from gradkeep.compat.trak._features import Ridge
-    from gradkeep.curvature._feature_solvers import StreamedRows
+    from gradkeep.curvature._cholesky import StreamedRows
 
 
 class SaverArrays:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.compat.trak._abstract_saver import Ids, Mask
-    from gradkeep.curvature._feature_solvers import StreamedRows
+    from gradkeep.curvature._cholesky import StreamedRows
 
 _SHARED = ("JL dimension", "JL matrix type", "train set size")
 _TRAIN = re.compile(r"trak\.id_(-?\d+)\.train")

@@ -15,7 +15,7 @@ FLAGS = (Flag("logging.logdir", required=True), Flag("logging.spec", required=Tr
 def main(arguments: Sequence[str]) -> None:
     """Create the empty arrays of a spec in an existing folder."""
     from gradkeep.compat.datamodels._npy_folder import NpyFolder
-    from gradkeep.datamodels.study._spec import Spec
+    from gradkeep.datamodels._spec import Spec
 
     settings = collect(FLAGS, arguments)
     folder = NpyFolder.create(settings["logging.logdir"], Spec.read(settings["logging.spec"]))

@@ -1,5 +1,5 @@
 """Names that scripts import."""
 
-from gradkeep.datamodels.study._spec import COMPLETED
+from gradkeep.datamodels._spec import COMPLETED
 
 __all__ = ["COMPLETED"]

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train the model of one row; other flags are left in `sys.argv` for the script."""
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.compat.datamodels._npy_folder import NpyFolder, train_row
-    from gradkeep.datamodels.study._contract import load_main, offer_aliases
+    from gradkeep.datamodels._contract import load_main, offer_aliases
 
     settings = collect(FLAGS, arguments)
     folder = NpyFolder.open(settings["worker.logdir"])

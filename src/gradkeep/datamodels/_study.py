@@ -14,16 +14,15 @@ import gradkeep.store as stores
 from gradkeep import _arguments, farm
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_budget
-from gradkeep.datamodels.analyses._removal import (
+from gradkeep.datamodels._masks import Masks, Subsets, check_alpha, draw_masks
+from gradkeep.datamodels._removal import (
     VerifiedRemovals,
     control_sets,
     verify_removals,
 )
-from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
-from gradkeep.datamodels.fitting._masks import Masks, Subsets, check_alpha, draw_masks
-from gradkeep.datamodels.fitting._result import open_store
-from gradkeep.datamodels.study._spec import Output, tensors
-from gradkeep.datamodels.study._training import (
+from gradkeep.datamodels._result import open_store
+from gradkeep.datamodels._spec import Output, tensors
+from gradkeep.datamodels._training import (
     MANY,
     MASKS,
     WEIGHTS,
@@ -35,6 +34,7 @@ from gradkeep.datamodels.study._training import (
     restore_weights,
     stacks_well,
 )
+from gradkeep.datamodels._weights import checked_base, checked_ids
 from gradkeep.errors import DatamodelsError, SchemaMismatchError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._report import Captured
     from gradkeep.capturing.tasks._tasks import Task
-    from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._result import Datamodels
+    from gradkeep.datamodels._masks import AnyArray
+    from gradkeep.datamodels._result import Datamodels
     from gradkeep.farm._run import Outcome
     from gradkeep.store import Rows, Store
 
@@ -337,7 +337,7 @@ class Study:
         Returns:
             The fitted datamodels.
         """
-        from gradkeep.datamodels.fitting._fit import fit
+        from gradkeep.datamodels._fit import fit
 
         return fit(self.masks(), self.outputs(output), **options)
 

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from gradkeep.datamodels._masks import AnyArray
 
 
 class Gram(abc.ABC):
@@ -31,7 +35,7 @@ class Gram(abc.ABC):
     """How many rows may be in memory at a time."""
 
     def __init__(self) -> None:
-        self._squares: list[BlockSquare] = []
+        self._blocks: list[CoordinateBlock] = []
 
     @abc.abstractmethod
     def rows(
@@ -65,30 +69,23 @@ class Gram(abc.ABC):
         return torch.cat(parts)
 
     def blocks(self) -> list[CoordinateBlock]:
-        """The matrix in about ten blocks, fewer or more so that none is too small or too large.
+        """The matrix in about ten blocks of 32 to 256 examples, which are remembered.
 
-        The curvature is the largest eigenvalue: no step can then raise the objective. The squares are
-        remembered; they do not refer to the matrix, so that it is freed with its last user.
+        The curvature is the largest eigenvalue: no step can then raise the objective.
         """
         import torch
 
-        size = min(_MOST, max(_LEAST, -(-self.size // 10)), self.panel)
-        for start in range(0, 0 if self._squares else self.size, size):
+        size = min(256, max(32, -(-self.size // 10)), self.panel)
+        for start in range(0, 0 if self._blocks else self.size, size):
             where = slice(start, min(self.size, start + size))
             square = self.rows(where)[:, where].contiguous()
             largest = float(torch.linalg.eigvalsh(square)[-1])
-            self._squares.append(BlockSquare(where, square, max(1.0001 * largest, 1e-6)))
-        return [CoordinateBlock(x.where, x.square, x.curvature, self) for x in self._squares]
+            self._blocks.append(CoordinateBlock(where, square, max(1.0001 * largest, 1e-6)))
+        return self._blocks
 
 
 MARGIN = 0.7
 """Stopped targets are dropped when so few are left: a smaller product pays for the copying."""
-PATIENCE = 25
-"""Steps without a better value or bound after which rounding has won."""
-_MOMENTUM, _GAIN, _MOST_MOMENTUM = 0.3, 0.01, 0.95
-"""Momentum at first, what every further pass adds to it, and its end: many passes mean that columns
-depend on each other (fewer models than examples), where more of it saves most of them."""
-_LEAST, _MOST = 32, 256
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +157,7 @@ class PenalizedProblem:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockSquare:
+class CoordinateBlock:
     """The square of some consecutive examples in the matrix, and its curvature."""
 
     where: slice
@@ -168,20 +165,8 @@ class BlockSquare:
     curvature: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CoordinateBlock(BlockSquare):
-    """Some consecutive examples, with the matrix that they are rows of."""
-
-    gram: Gram
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The rows of the matrix `[b, p]`."""
-        return self.gram.rows(self.where)
-
-
 def descend_by_blocks(
-    parts: list[CoordinateBlock],
+    gram: Gram,
     problem: PenalizedProblem,
     state: SolverState,
     *,
@@ -201,8 +186,8 @@ def descend_by_blocks(
     pass_tolerance = tolerance
     for _ in range(3):
         now = problem.rows(ids)
-        x = _passes(parts, now, state.x[ids], state.gx[ids], pass_tolerance, max_steps)
-        gx = _product(parts, x)
+        x = _passes(gram, now, state.x[ids], state.gx[ids], pass_tolerance, max_steps)
+        gx = gram.times(x)
         state.x[ids], state.gx[ids] = x, gx
         gap[ids] = now.gap(x, now.c - gx - now.ridge[:, None] * x)
         ids = (gap > tolerance).nonzero()[:, 0]
@@ -213,17 +198,8 @@ def descend_by_blocks(
     return gap
 
 
-def _product(parts: list[CoordinateBlock], x: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    out = torch.zeros_like(x)
-    for part in parts:
-        out.addmm_(x[:, part.where], part.rows)
-    return out
-
-
 def _passes(
-    parts: list[CoordinateBlock],
+    gram: Gram,
     problem: PenalizedProblem,
     x: torch.Tensor,
     gx: torch.Tensor,
@@ -251,11 +227,13 @@ def _passes(
         worse = new_value > value
         stalled = torch.where(worse | (new_value == value), stalled + 1, 0 * stalled)
         stalled = torch.where(new_bound > bound, 0 * stalled, stalled)
-        # Without momentum a pass cannot rise: what does loses it for one.
-        gained = torch.where(push < _MOMENTUM, push + _MOMENTUM / 2, push + _GAIN)
-        push = torch.where(worse, 0 * push, gained.clamp_max(_MOST_MOMENTUM))
+        # Without momentum a pass cannot rise: what does loses it for one. Many passes mean that
+        # columns depend on each other (fewer models than examples), where more momentum saves most.
+        gained = torch.where(push < 0.3, push + 0.15, push + 0.01)
+        push = torch.where(worse, 0 * push, gained.clamp_max(0.95))
         value, bound = new_value, new_bound
-        running = (problem.relative(value - bound) > tolerance) & (stalled < PATIENCE)
+        # After 25 steps without a better value or bound, rounding has won.
+        running = (problem.relative(value - bound) > tolerance) & (stalled < 25)
         residual = int(running.sum())
         if residual == 0:
             break
@@ -271,14 +249,18 @@ def _passes(
         start, start_slope = torch.lerp(x_before, x, ahead), torch.lerp(slope_before, slope, ahead)
         x_before, slope_before = x, slope
         x, slope = start, start_slope
-        for part in parts:
-            _update(part, ridge, x, slope)
+        for part in gram.blocks():
+            _update(gram, part, ridge, x, slope)
     result[ids] = x
     return result * unit[:, None]
 
 
 def _update(
-    part: CoordinateBlock, ridge: torch.Tensor | None, x: torch.Tensor, slope: torch.Tensor
+    gram: Gram,
+    part: CoordinateBlock,
+    ridge: torch.Tensor | None,
+    x: torch.Tensor,
+    slope: torch.Tensor,
 ) -> None:
     """Minimise over one block, nearly, and hand on what that changes; in place."""
     import torch
@@ -290,7 +272,7 @@ def _update(
         pull = torch.addmm(downhill, change, part.square, alpha=-1)
         new = _shrunk(part, ridge, new, pull if ridge is None else pull - ridge * change)
     change = new - here
-    slope.addmm_(change, part.rows, alpha=-1)
+    slope.addmm_(change, gram.rows(part.where), alpha=-1)
     if ridge is not None:
         downhill -= ridge * change
     x[:, part.where] = new
@@ -359,3 +341,137 @@ def conjugate(
     now = torch.where(power[ids] > 0, square / (ridge[ids] * power[ids]).clamp_min(tiny), 0.0)
     state.x[ids], state.gx[ids], gap[ids] = x, gx, now
     return gap
+
+
+FEW = 2
+"""Targets up to which it is the faster way."""
+
+
+def solve_by_active_sets(
+    gram: Gram, problem: PenalizedProblem, state: SolverState, *, tolerance: float
+) -> torch.Tensor | None:
+    """Move the state to the optimum; the gap `[t]`, or None if another way has to finish.
+
+    Cost: |A|^3 / 3 operations for each change of the set A of examples with weights, and n |A| for
+    each look at all others. The state is the best found, also where it did not reach the tolerance.
+    """
+    gaps = problem.power.clone()
+    for at in range(len(problem.c)):
+        solution = _OneTarget(
+            gram,
+            problem.c[at].numpy(),
+            *(float(part[at]) for part in (problem.power, problem.lam, problem.ridge)),
+        )
+        gap = solution.solve(state.x[at].numpy(), state.gx[at].numpy(), tolerance)
+        if gap is None:
+            return None
+        gaps[at] = gap
+    return gaps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OneTarget:
+    """1/2 w'Gw - c'w + power/2 + lam |w| + ridge/2 |w|^2, as `PenalizedProblem` has it of several."""
+
+    gram: Gram
+    c: AnyArray
+    power: float
+    lam: float
+    ridge: float
+
+    def gap(self, x: AnyArray, slope: AnyArray) -> float:
+        """How far at most x is from the optimum, relative to half the power, by its own residual."""
+        tiny = float(np.finfo(self.c.dtype).tiny)
+        explained = float(x @ self.c)
+        squared, along = self.power - explained - float(x @ slope), self.power - explained
+        value = squared / 2 + self.lam * float(np.abs(x).sum())
+        most = self.lam / max(tiny, float(np.abs(slope).max()))
+        # Both ways: a step too far turns the best multiple negative.
+        multiple = min(most, max(-most, along / max(tiny, squared)))
+        bound = multiple * along - multiple * multiple * squared / 2
+        return max(0.0, value - bound) / max(tiny, self.power / 2) if self.power > 0 else 0.0
+
+    def solve(self, x: AnyArray, gx: AnyArray, tolerance: float) -> float | None:
+        """Move x and its product gx, in place; the gap, or None if it is not small enough."""
+        import torch
+
+        slope = self.c - gx - self.ridge * x
+        for _ in range(30):
+            gap = self.gap(x, slope)
+            if gap <= tolerance:
+                return gap
+            ids = np.flatnonzero((x != 0) | (np.abs(slope) > self.lam))
+            # Weights beyond which a small linear system is not small.
+            if not 0 < len(ids) <= 400:
+                return None
+            start = x[ids]
+            signs = np.sign(np.where(start != 0, start, slope[ids]))
+            where = torch.from_numpy(ids)
+            matrix = self.gram.part(where)
+            matrix.diagonal().add_(self.ridge)
+            right = self.c[ids] - self.lam * signs
+            solution = _with_signs(matrix, right, start, signs, together=True)
+            if solution is not None and not self._lower(matrix, right, start, signs, solution):
+                solution = _with_signs(matrix, right, start, signs, together=False)
+            if solution is None:
+                return None
+            x[:] = 0
+            x[ids] = solution
+            gx[:] = self.gram.times_some(torch.from_numpy(solution)[None], where)[0].numpy()
+            slope = self.c - gx - self.ridge * x
+        gap = self.gap(x, slope)
+        return gap if gap <= tolerance else None
+
+    @staticmethod
+    def _lower(
+        matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, solution: AnyArray
+    ) -> bool:
+        """Return True if the objective is no higher than at the start, which guarantees termination."""
+        here = matrix.numpy()
+
+        def value(x: AnyArray) -> float:
+            return float(x @ (here @ x) / 2 - x @ right)
+
+        return value(solution) <= value(start)
+
+
+def _with_signs(
+    matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, *, together: bool
+) -> AnyArray | None:
+    """The least of 1/2 w'Mw - right'w over weights of these signs, or zero; None: no luck.
+
+    A step to the solution with all signs held. Where that has wrong ones, all of those become zero
+    and stay so (`together`, which is done in few steps but may leave weights out that belong there);
+    or the step goes on to where the first one is zero, so that every step lowers the objective.
+    """
+    import torch
+
+    x, held = start.copy(), np.arange(len(right))
+    for _ in range(200):
+        if not len(held):
+            return x
+        here = matrix
+        if len(held) < len(right):
+            where = torch.from_numpy(held)
+            here = matrix.index_select(0, where).index_select(1, where)
+        factor = torch.linalg.cholesky_ex(here)
+        if int(factor.info):
+            return None
+        column = torch.from_numpy(right[held])[:, None]
+        solution: Any = torch.cholesky_solve(column, factor.L)[:, 0].numpy()
+        wrong = solution * signs[held] < 0
+        if not wrong.any():
+            x[held] = solution
+            return x
+        now = x[held]
+        # What never had a weight gets none.
+        stopped = wrong if together else wrong & (now == 0)
+        if not stopped.any():
+            share = np.full_like(now, np.inf)
+            np.divide(now, now - solution, out=share, where=wrong)
+            first = share.min()
+            stopped = share <= first
+            x[held] = np.where(stopped, 0, now + first * (solution - now))
+        x[held[stopped]] = 0
+        held = held[~stopped]
+    return None

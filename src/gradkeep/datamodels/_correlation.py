@@ -13,7 +13,7 @@ from gradkeep._ranks import ranks
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
-    from gradkeep.datamodels.fitting._masks import AnyArray
+    from gradkeep.datamodels._masks import AnyArray
 
 _AT_ONCE = 100
 
@@ -106,7 +106,7 @@ def correlation(
     _arguments.count("resamples", resamples, error=DatamodelsError, least=1)
     _arguments.count("seed", seed, error=DatamodelsError)
     p, y = _two_dimensional(predicted), _two_dimensional(actual)
-    if p.shape != y.shape or len(p) < 3:
+    if p.ndim != 2 or p.shape != y.shape or len(p) < 3:
         raise DatamodelsError(
             "a correlation needs as many predictions as outputs, of three models or more",
             code="datamodels.correlation_shape",
@@ -178,10 +178,4 @@ def _percentiles(
 
 def _two_dimensional(values: AnyArray) -> AnyArray:
     array = _arguments.array("it", values, error=DatamodelsError).astype(np.float64)
-    if array.ndim not in (1, 2):
-        raise DatamodelsError(
-            "predictions and outputs are [m, t]",
-            code="datamodels.correlation_shape",
-            found=list(array.shape),
-        )
     return array[:, None] if array.ndim == 1 else array

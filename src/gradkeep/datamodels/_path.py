@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep.datamodels.fitting._active_set import FEW, solve_by_active_sets
-from gradkeep.datamodels.fitting._l1 import (
+from gradkeep.datamodels._counts import DenseGram
+from gradkeep.datamodels._l1 import (
+    FEW,
     PenalizedProblem,
     SolverState,
     conjugate,
     descend_by_blocks,
+    solve_by_active_sets,
 )
-from gradkeep.datamodels.fitting._standardized import DenseGram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from gradkeep.datamodels.fitting._masks import AnyArray, Masks
-    from gradkeep.datamodels.fitting._standardized import StandardizedRegression
+    from gradkeep.datamodels._counts import StandardizedRegression
+    from gradkeep.datamodels._masks import AnyArray, Masks
 
 Penalty = Literal["l1", "elastic", "ridge", "means"]
 _WORTH = 0.6
 """A working set below this part of all examples pays for its own matrix."""
-_UNPACKED = 1 << 24
-"""Bytes of left-out models that are kept as numbers while penalties are tried."""
-
-
-class _Until(TypedDict):
-    tolerance: float
-    max_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +72,12 @@ class PathSolver:
         """Move the state to the optimum at penalties lam `[t]`, coming from `before`; the gap."""
         if self.kind == "ridge":
             problem = PenalizedProblem(standard.c, standard.power, 0 * lam, lam)
-            return conjugate(standard.gram.times, problem, state, **self._until)
+            until: Any = {"tolerance": self.tolerance, "max_steps": self.max_steps}
+            return conjugate(standard.gram.times, problem, state, **until)
         problem = PenalizedProblem(
             standard.c, standard.power, lam * self.share, lam * (1 - self.share)
         )
         return self._by_working_sets(standard, state, problem, before * self.share)
-
-    @property
-    def _until(self) -> _Until:
-        return {"tolerance": self.tolerance, "max_steps": self.max_steps}
 
     def _by_working_sets(
         self,
@@ -100,8 +91,8 @@ class PathSolver:
             solution = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
             if solution is not None:
                 return solution
-        all_examples = problem.c.shape[1]
-        most = min(self.working, int(_WORTH * all_examples))
+        until: Any = {"tolerance": self.tolerance, "max_steps": self.max_steps}
+        most = min(self.working, int(_WORTH * problem.c.shape[1]))
         # The strong rule: gradients move no faster than penalties, but for rare exceptions.
         reach = (2 * problem.lam - before).clamp_min(0)[:, None]
         inside = ((_slope(problem, state).abs() >= reach) | (state.x != 0)).any(dim=0)
@@ -112,7 +103,7 @@ class PathSolver:
             matrix = DenseGram(standard.gram.part(ids))
             part = SolverState(state.x[:, ids], state.gx[:, ids])
             narrow = PenalizedProblem(problem.c[:, ids], problem.power, problem.lam, problem.ridge)
-            descend_by_blocks(matrix.blocks(), narrow, part, **self._until)
+            descend_by_blocks(matrix, narrow, part, **until)
             state.x[:, ids] = part.x
             state.gx = standard.gram.times_some(part.x, ids)
             gap = problem.gap(state.x, _slope(problem, state))
@@ -125,7 +116,7 @@ class PathSolver:
             if bool((wider == inside).all()):
                 break
             inside = wider
-        return descend_by_blocks(standard.gram.blocks(), problem, state, **self._until)
+        return descend_by_blocks(standard.gram, problem, state, **until)
 
 
 def _slope(problem: PenalizedProblem, state: SolverState) -> torch.Tensor:
@@ -232,7 +223,7 @@ def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
 
 def predictor(masks: Masks) -> Callable[[AnyArray, AnyArray], AnyArray]:
     """`predict` of the same models for one penalty after the other: few are unpacked once."""
-    if 4 * len(masks) * masks.num_examples > _UNPACKED:
+    if 4 * len(masks) * masks.num_examples > 16 << 20:  # bytes of unpacked masks
         return lambda weights, bias: predict(masks, weights, bias)
     rows = masks.dense(0, len(masks)).astype(np.float32)
     return lambda weights, bias: (rows @ weights).astype(np.float64) + bias

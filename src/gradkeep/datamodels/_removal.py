@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._arguments import checked
-from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
+from gradkeep.datamodels._weights import checked_base, checked_ids
 from gradkeep.errors import DatamodelsError, EvidenceWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._result import Datamodels
+    from gradkeep.datamodels._masks import AnyArray
+    from gradkeep.datamodels._result import Datamodels
 
 
 @dataclass(frozen=True, slots=True, eq=False)

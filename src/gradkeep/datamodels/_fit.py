@@ -11,10 +11,16 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
-from gradkeep.datamodels.fitting._correlation import correlation
-from gradkeep.datamodels.fitting._counts import Counts, zeros
-from gradkeep.datamodels.fitting._masks import Masks
-from gradkeep.datamodels.fitting._options import (
+from gradkeep.datamodels._correlation import correlation
+from gradkeep.datamodels._counts import (
+    Counts,
+    StandardizedRegression,
+    after_prior,
+    standardize,
+    zeros,
+)
+from gradkeep.datamodels._masks import Masks
+from gradkeep.datamodels._options import (
     FitOptions,
     checked_outputs,
     checked_prior,
@@ -25,7 +31,7 @@ from gradkeep.datamodels.fitting._options import (
     rows_left_out,
     warn_of_few,
 )
-from gradkeep.datamodels.fitting._path import (
+from gradkeep.datamodels._path import (
     PenaltyChoice,
     PenaltyStep,
     choose_on_rows,
@@ -33,20 +39,15 @@ from gradkeep.datamodels.fitting._path import (
     predict_path,
     step_of,
 )
-from gradkeep.datamodels.fitting._result import Datamodels
-from gradkeep.datamodels.fitting._standardized import (
-    StandardizedRegression,
-    after_prior,
-    standardize,
-)
+from gradkeep.datamodels._result import Datamodels
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._options import FitLayout
-    from gradkeep.datamodels.fitting._path import PathSolver
+    from gradkeep.datamodels._masks import AnyArray
+    from gradkeep.datamodels._options import FitLayout
+    from gradkeep.datamodels._path import PathSolver
 
 
 @checked(DatamodelsError)
@@ -270,22 +271,22 @@ class _FitCall:
         with torch.inference_mode():
             for rows in fold_rows(folds, models, seed=self.seed):
                 counts = all_models.counts.without(
-                    self.masks[rows], self.outputs[rows], folder=where, device=self.options.device
+                    self.masks[rows], self.outputs[rows], folder=where
                 )
                 standard, _ = all_models.standard(counts)
                 for part in parts:
+                    some = standard.targets(torch.arange(targets)[part])
                     predicted[:, rows, part] = predict_path(
                         all_models.solver,
-                        standard.targets(torch.arange(targets)[part]),
+                        some,
                         self.path,
                         self._natural(counts.models),
                         self.masks[rows],
                         progress=ticks,
                     )
                     if self.prior is not None:
-                        alone[rows, part] = _prior_alone(
-                            standard.targets(torch.arange(targets)[part]), self.masks[rows]
-                        )
+                        without_weights = some.in_mask_units(torch.zeros_like(some.c))
+                        alone[rows, part] = predict(self.masks[rows], *without_weights)
                 del counts, standard
             standard, _ = all_models.standard(all_models.counts)
             solver, natural = all_models.solver, self._natural(models)
@@ -324,14 +325,12 @@ class _FitCall:
             self.outputs[training_rows],
             most=len(self.masks),
             folder=self.options.folder(layout),
-            device=self.options.device,
         )
         return CountedFit(self.options, layout, counts, self.prior, self.each_penalty)
 
     def _with(self, first: CountedFit, rows: AnyArray) -> CountedFit:
         """The counts with some models more; takes over those it is given."""
-        counts = first.counts.add(self.masks[rows], self.outputs[rows], device=self.options.device)
-        return replace(first, counts=counts)
+        return replace(first, counts=first.counts.add(self.masks[rows], self.outputs[rows]))
 
     def _noted(
         self, fitted: Datamodels, rows: AnyArray | None = None, predicted: AnyArray | None = None
@@ -344,13 +343,6 @@ class _FitCall:
             held_out=correlation(predicted, self.outputs[rows], seed=self.seed),
             held_out_rows=rows,
         )
-
-
-def _prior_alone(standard: StandardizedRegression, masks: Masks) -> AnyArray:
-    """Predict from the scaled prior alone."""
-    import torch
-
-    return predict(masks, *standard.in_mask_units(torch.zeros_like(standard.c)))
 
 
 def _betters(chosen: AnyArray, alone: AnyArray, outputs: AnyArray, spread: AnyArray) -> bool:
@@ -480,7 +472,7 @@ def grown(fitted: Datamodels, masks: Masks, outputs: AnyArray) -> Datamodels:
     if len(masks) >= 10:
         seen = correlation(fitted.predict(masks), outputs)
     division = options.layout(fitted.num_models + len(masks), *fitted.weights.shape)
-    counts = fitted.counts.copy(options.folder(division)).add(masks, outputs, device=options.device)
+    counts = fitted.counts.copy(options.folder(division)).add(masks, outputs)
     final = CountedFit(options, division, counts, fitted.prior)
     start = fitted.weights if options.penalty != "means" else None
     return replace(

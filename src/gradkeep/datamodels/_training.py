@@ -16,8 +16,8 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields, checked
-from gradkeep.datamodels.fitting._masks import Masks, Subsets, draw_masks, training_seed
-from gradkeep.datamodels.study._spec import tensors
+from gradkeep.datamodels._masks import Masks, Subsets, draw_masks, training_seed
+from gradkeep.datamodels._spec import tensors
 from gradkeep.errors import DatamodelsError, RematError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.study._spec import Output
+    from gradkeep.datamodels._masks import AnyArray
+    from gradkeep.datamodels._spec import Output
 
 
 TOLERANCE = 1e-3

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields, checked
-from gradkeep.datamodels.fitting._masks import as_array
+from gradkeep.datamodels._masks import as_array
 from gradkeep.errors import DatamodelsError, StoreError
 from gradkeep.store import Array, Schema
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.datamodels.fitting._masks import AnyArray
+    from gradkeep.datamodels._masks import AnyArray
     from gradkeep.errors import GradkeepError
 
 

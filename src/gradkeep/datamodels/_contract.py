@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments, farm
 from gradkeep._environment import enclosing_store
-from gradkeep.datamodels.fitting._result import open_store
-from gradkeep.datamodels.study._spec import Spec, check_returned
+from gradkeep.datamodels._result import open_store
+from gradkeep.datamodels._spec import Spec, check_returned
 from gradkeep.errors import DatamodelsError, SchemaMismatchError
 from gradkeep.farm._run import Progress, count_progress, recent_rate
 

@@ -14,23 +14,13 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes
-from gradkeep.datamodels.fitting._counts import pair_dtype
-from gradkeep.datamodels.fitting._masks import as_array
-from gradkeep.datamodels.fitting._path import PathSolver, Penalty
+from gradkeep.datamodels._counts import pair_dtype
+from gradkeep.datamodels._masks import as_array
+from gradkeep.datamodels._path import PathSolver, Penalty
 from gradkeep.errors import BudgetError, DatamodelsError, EvidenceWarning
 
 if TYPE_CHECKING:
-    from gradkeep.datamodels.fitting._masks import AnyArray, Masks
-
-
-_PANEL = 26
-"""Bytes per value of a panel of rows: float64 counts, their products, the panel itself."""
-_BLOCKS = ((6, 4032), (10, 1024))
-"""Bytes per mask bit, and models at once: while pairs are counted, and in other passes."""
-_TABLES = 4 << 20
-"""Tables, tiles and strips of fixed size."""
-_LEAST_ROWS = 8
-_MOST_ROWS = 1024
+    from gradkeep.datamodels._masks import AnyArray, Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,66 +33,7 @@ class FitLayout:
     working: int
 
 
-def fit_layout(
-    *,
-    models: int,
-    examples: int,
-    targets: int,
-    itemsize: int,
-    budget: int | None,
-    folds: int = 0,
-    predictions: int = 0,
-) -> FitLayout:
-    """The fastest division that fits into the budget; none is needed for None.
-
-    In memory a fit takes n^2 (2 + 4) bytes in float32 (below 65,536 models), and as many as
-    16 n t 4 for the targets solved together. Folds need their own counts, and `predictions` bytes;
-    beyond the budget both lie in files.
-
-    >>> fit_layout(models=5000, examples=20000, targets=8, itemsize=4, budget=4 << 30).in_memory
-    True
-    >>> fit_layout(models=5000, examples=20000, targets=8, itemsize=4, budget=1 << 30).in_memory
-    False
-    """
-    if budget is None:
-        return FitLayout(True, targets, _MOST_ROWS, examples)
-    # Arrays `[targets, examples]` that a solver holds at its peak, temporary ones included.
-    each = 16 * examples * itemsize
-    # What is there however the work is divided: sums, warm starts, results; blocks of masks.
-    block = max(each_bit * min(models, most) for each_bit, most in _BLOCKS)
-    held = _TABLES + examples * (targets * (16 + itemsize) + block)
-    pairs = examples * examples * pair_dtype(models).itemsize * (2 if folds else 1)
-    whole = (
-        held
-        + predictions
-        + pairs
-        + examples * examples * itemsize
-        + _PANEL * examples * _LEAST_ROWS
-    )
-    if budget >= whole + each:
-        spare = budget - whole
-        rows = max(_LEAST_ROWS, min(_MOST_ROWS, spare // 2 // (_PANEL * examples)))
-        count = (budget - whole - _PANEL * examples * (rows - _LEAST_ROWS)) // each
-        return FitLayout(True, max(1, min(targets, count)), rows, examples)
-    least = held + each + _PANEL * examples * _LEAST_ROWS
-    if budget < least:
-        raise BudgetError(
-            "the memory budget is too small for this fit",
-            code="budget.fit_too_small",
-            found=format_bytes(budget),
-            expected=f"{format_bytes(least)} or more ({least} bytes)",
-            fix="Raise memory_budget, or fit the targets in several parts.",
-        )
-    spare = budget - least
-    count = 1 + spare // 4 // each
-    rows = _LEAST_ROWS + spare // 4 // (_PANEL * examples)
-    working = int((spare / 4 / itemsize) ** 0.5)
-    return FitLayout(False, min(targets, count), min(_MOST_ROWS, rows), working)
-
-
 _LEAST_LEFT_OUT = 3
-
-
 _FEW = 10
 """L1 needs about as many models as there are weights that count times their logarithm: with less than
 a tenth of the examples it picks noise, slowly."""
@@ -188,16 +119,43 @@ class FitOptions:
     def layout(
         self, models: int, examples: int, targets: int, *, folds: int = 0, predictions: int = 0
     ) -> FitLayout:
-        """How the fit is divided to stay within its budget."""
-        return fit_layout(
-            models=models,
-            examples=examples,
-            targets=targets,
-            itemsize=np.dtype(self.dtype).itemsize,
-            folds=folds,
-            predictions=predictions,
-            budget=self.memory_budget,
-        )
+        """The fastest division of the fit that fits into the budget; none is needed for None.
+
+        In memory a fit takes n^2 (2 + 4) bytes in float32 (below 65,536 models), and as many as
+        16 n t 4 for the targets solved together. Folds need their own counts, and `predictions` bytes;
+        beyond the budget both lie in files.
+        """
+        budget, itemsize = self.memory_budget, np.dtype(self.dtype).itemsize
+        most_rows, least_rows = 1024, 8
+        if budget is None:
+            return FitLayout(True, targets, most_rows, examples)
+        # Arrays `[targets, examples]` that a solver holds at its peak, temporary ones included.
+        each = 16 * examples * itemsize
+        # A row of a panel: float64 counts, their products, the panel itself.
+        row = 26 * examples
+        # What is there however the work is divided: tables and tiles, sums, warm starts, results;
+        # blocks of masks while pairs are counted, and in other passes.
+        block = max(6 * min(models, 4032), 10 * min(models, 1024))
+        held = (4 << 20) + examples * (targets * (16 + itemsize) + block) + row * least_rows
+        pairs = examples * examples * pair_dtype(models).itemsize * (2 if folds else 1)
+        spare = budget - (held + predictions + pairs + examples * examples * itemsize)
+        if spare >= each:
+            rows = max(least_rows, min(most_rows, spare // 2 // row))
+            count = (spare - row * (rows - least_rows)) // each
+            return FitLayout(True, max(1, min(targets, count)), rows, examples)
+        spare = budget - (held + each)
+        if spare < 0:
+            least = held + each
+            raise BudgetError(
+                "the memory budget is too small for this fit",
+                code="budget.fit_too_small",
+                found=format_bytes(budget),
+                expected=f"{format_bytes(least)} or more ({least} bytes)",
+                fix="Raise memory_budget, or fit the targets in several parts.",
+            )
+        count, rows = 1 + spare // 4 // each, least_rows + spare // 4 // row
+        working = int((spare / 4 / itemsize) ** 0.5)
+        return FitLayout(False, min(targets, count), min(most_rows, rows), working)
 
     def folder(self, layout: FitLayout) -> Path | None:
         """Where counts lie that are too large for memory; None if they are not."""

@@ -11,11 +11,11 @@ import numpy as np
 
 import gradkeep.store as stores
 from gradkeep._arguments import checked
-from gradkeep.datamodels.fitting._correlation import Correlation, correlation
-from gradkeep.datamodels.fitting._counts import Counts
-from gradkeep.datamodels.fitting._masks import AnyArray, Masks
-from gradkeep.datamodels.fitting._options import FitOptions, checked_outputs
-from gradkeep.datamodels.fitting._path import predict
+from gradkeep.datamodels._correlation import Correlation, correlation
+from gradkeep.datamodels._counts import Counts
+from gradkeep.datamodels._masks import AnyArray, Masks
+from gradkeep.datamodels._options import FitOptions, checked_outputs
+from gradkeep.datamodels._path import predict
 from gradkeep.errors import DatamodelsError
 from gradkeep.store import Array, Schema, ScoresKey
 
@@ -144,7 +144,7 @@ class Datamodels:
         Returns:
             The updated fit; its `held_out` is the correlation on the new models before the update.
         """
-        from gradkeep.datamodels.fitting._fit import grown
+        from gradkeep.datamodels._fit import grown
 
         packed = Masks.of(masks)
         self._check_examples(packed)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
-_PACK_BYTES = 1 << 26
 _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 Subsets = Literal["fixed", "independent"]
 """`fixed`: every subset has the same size; `independent`: every example with the same chance."""
@@ -90,7 +89,7 @@ class Masks:
                 found=f"dtype {array.dtype}",
             )
         bits = np.empty((len(array), -(-array.shape[1] // 8)), np.uint8)
-        step = max(1, _PACK_BYTES // (array.shape[1] * array.itemsize))
+        step = max(1, (64 << 20) // (array.shape[1] * array.itemsize))
         for start in range(0, len(array), step):
             rows = array[start : start + step]
             if array.dtype.kind != "b":

@@ -12,8 +12,8 @@ from gradkeep._arguments import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
-    from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._result import Datamodels
+    from gradkeep.datamodels._masks import AnyArray
+    from gradkeep.datamodels._result import Datamodels
 
 
 _BLOCK = 1024

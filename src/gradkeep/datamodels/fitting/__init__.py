@@ -1,1 +1,0 @@
-"""Sparse regression from subsets to outputs."""

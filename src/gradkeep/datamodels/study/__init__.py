@@ -1,1 +1,0 @@
-"""Studies: many models, each trained on its own subset."""
