@@ -16,7 +16,7 @@ import typer
 
 from gradkeep import __version__
 from gradkeep.cli._errors import exit_code, prepare_streams
-from gradkeep.cli._options import flatten_options
+from gradkeep.cli._options import typer_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Command:
     def load(self) -> Callable[..., Any]:
         """Import the function behind the command."""
         module = importlib.import_module(f"gradkeep.cli.{self.module}")
-        return flatten_options(getattr(module, self.name.replace("-", "_")))
+        return typer_command(getattr(module, self.name.replace("-", "_")))
 
 
 COMMANDS = (

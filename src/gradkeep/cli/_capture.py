@@ -19,7 +19,7 @@ from gradkeep import _arguments
 from gradkeep._arguments import one_of, short_repr
 from gradkeep.cli._files import input_text
 from gradkeep.cli._imports import import_object
-from gradkeep.cli._options import JsonOption, WorkerOptions, print_json
+from gradkeep.cli._options import Bytes, JsonOption, WorkerOptions, print_json
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -300,9 +300,7 @@ _PASSED = (
 
 def capture(
     config: ConfigArgument,
-    split: Annotated[
-        list[str] | None, typer.Option("--split", help="Only this split; repeatable.")
-    ] = None,
+    split: list[str] | None = None,
     json: JsonOption = False,
     *,
     worker_options: WorkerOptions,
@@ -310,6 +308,9 @@ def capture(
     """Replay checkpoints over data and store per-sample gradients; an interrupted run resumes.
 
     With --workers, several processes capture, here or on a cluster; the bytes are the same.
+
+    Options:
+        split: Only this split; repeatable.
     """
     import gradkeep as gk
 
@@ -343,30 +344,29 @@ def capture(
 
 def plan(
     config: ConfigArgument,
-    train: Annotated[str, typer.Option(help="Split of the training rows.")] = "train",
-    queries: Annotated[str, typer.Option(help="Split of the queries.")] = "test",
-    memory_budget: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="For example 512MiB.")
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", help="Bytes per row, such as 16KiB; default: as in CONFIG."),
-    ] = None,
-    rows: Annotated[str | None, typer.Option(help="Plan for this many rows, such as 1e9.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Plan for this many workers.")
-    ] = None,
-    place: Annotated[
-        str, typer.Option("--store", help="Plan for a store on local or s3.")
-    ] = "local",
-    disk_budget: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Default: the free space of this disk.")
-    ] = None,
+    train: str = "train",
+    queries: str = "test",
+    memory_budget: Bytes | None = None,
+    keep: Bytes | None = None,
+    rows: str | None = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=1_000_000)] = None,
+    place: Annotated[str, typer.Option("--store")] = "local",
+    disk_budget: Bytes | None = None,
     json: JsonOption = False,
 ) -> None:
     """Estimate the cost of capturing and querying, per layer, before anything runs.
 
     With --workers, --store s3 or many more --rows, also estimates the cost at that scale.
+
+    Options:
+        train: Split of the training rows.
+        queries: Split of the queries.
+        memory_budget: For example 512MiB.
+        keep: Bytes per row, such as 16KiB; default: as in CONFIG.
+        rows: Plan for this many rows, such as 1e9.
+        workers: Plan for this many workers.
+        place: Plan for a store on local or s3.
+        disk_budget: Default: the free space of this disk.
     """
     import gradkeep as gk
 

@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import (
-    MAX_COUNT,
-    MAX_SECONDS,
-    finite,
-    input_file,
-    input_folder,
-    output_folder,
-)
+from gradkeep.cli._files import input_file, input_folder, output_folder
 from gradkeep.cli._imports import importing_from
 from gradkeep.cli._options import (
+    MAX_COUNT,
+    MAX_SECONDS,
     AddressOption,
     ClusterOption,
     EngineOption,
     JsonOption,
     ParameterOption,
+    Positive,
+    Share,
     StoreArgument,
+    Whole,
     WorkerOptions,
     print_json,
 )
@@ -46,7 +44,6 @@ TimeoutOption = Annotated[
         "--timeout",
         min=0,
         max=MAX_SECONDS,
-        callback=finite,
         help="Time limit per model in seconds.",
     ),
 ]
@@ -56,7 +53,6 @@ LeaseOption = Annotated[
         "--lease",
         min=0,
         max=MAX_SECONDS,
-        callback=finite,
         help="Lease timeout in seconds.",
     ),
 ]
@@ -70,33 +66,22 @@ PassedArgument = Annotated[
 
 def init(
     store: StoreArgument,
-    spec: Annotated[
-        Path | None, typer.Option("--spec", help="JSON file: num_models and schema.")
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", help="Import a folder of .npy arrays, or the published data."),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(
-            "--alpha",
-            min=0,
-            max=1,
-            callback=finite,
-            help="Subset share, if the data has several.",
-        ),
-    ] = None,
-    grow: Annotated[
-        int | None,
-        typer.Option("--grow", min=1, max=MAX_COUNT, help="Extend the set to this many models."),
-    ] = None,
+    spec: Path | None = None,
+    source: Annotated[Path | None, typer.Option("--from")] = None,
+    alpha: Share | None = None,
+    grow: Positive | None = None,
     name: NameOption = None,
     json: JsonOption = False,
 ) -> None:
     """Create a set of models from a spec or from existing arrays, or extend one.
 
     Finished models are never changed: an existing set is not created again.
+
+    Options:
+        spec: JSON file: num_models and schema.
+        source: Import a folder of .npy arrays, or the published data.
+        alpha: Subset share, if the data has several.
+        grow: Extend the set to this many models.
     """
     import gradkeep.store as stores
     from gradkeep.compat import datamodels as layouts
@@ -138,12 +123,14 @@ def status(
     store: StoreArgument,
     name: NameOption = None,
     attempts: AttemptsOption = 3,
-    errors: Annotated[
-        int, typer.Option("--errors", min=0, max=MAX_COUNT, help="Failures to show.")
-    ] = 5,
+    errors: Whole = 5,
     json: JsonOption = False,
 ) -> None:
-    """Show finished, running and failed models, the reasons of failures, and the remaining time."""
+    """Show finished, running and failed models, the reasons of failures, and the remaining time.
+
+    Options:
+        errors: Failures to show.
+    """
     from gradkeep.datamodels.study import _contract as study
 
     status = study.status(open_models(store), name=name, max_attempts=attempts)
@@ -166,11 +153,15 @@ def status(
 
 def export(
     store: StoreArgument,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     name: NameOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Export finished models as .npy arrays with `_completed.npy`."""
+    """Export finished models as .npy arrays with `_completed.npy`.
+
+    Options:
+        folder: A new or empty folder.
+    """
     from gradkeep.compat import datamodels as layouts
 
     output_folder(folder, error=DatamodelsError)
@@ -205,10 +196,7 @@ def run(
     main: MainOption,
     arguments: PassedArgument = None,
     name: NameOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=0, max=100_000, help="Processes; default: one per core."),
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=0, max=100_000)] = None,
     engine: EngineOption = "local",
     address: AddressOption = None,
     cluster: ClusterOption = None,
@@ -222,6 +210,9 @@ def run(
     """Train all unfinished models, with workers on this machine or on a cluster.
 
     An interrupted run resumes. Exit code 3 if models failed.
+
+    Options:
+        workers: Processes; default: one per core.
     """
     place = WorkerOptions(workers, engine, address, cluster, parameter).arguments()
     limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}

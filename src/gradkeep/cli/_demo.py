@@ -13,19 +13,10 @@ from gradkeep.errors import StoreError
 
 def demo(
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Where the demo's store goes.",
-            show_default="gradkeep-demo, or gradkeep-demo-text",
-        ),
+        Path | None, typer.Option(show_default="gradkeep-demo, or gradkeep-demo-text")
     ] = None,
-    text: Annotated[
-        bool, typer.Option("--text", help="A small language model and its documents instead.")
-    ] = False,
-    seeds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Retrainings that each accuracy is a mean of.")
-    ] = 5,
+    text: bool = False,
+    seeds: Annotated[int, typer.Option(min=1, max=1000)] = 5,
 ) -> None:
     """Train on real digits with wrong labels planted, find them, and retrain without them.
 
@@ -33,6 +24,11 @@ def demo(
     halves, a network is trained in half of its memory, a writer is killed and resumed, and a bit is
     flipped and found. With --text, false sentences are planted in documents, and found by what they
     made a language model say. Every number is computed in this run.
+
+    Options:
+        out: Where the demo's store goes.
+        text: A small language model and its documents instead.
+        seeds: Retrainings that each accuracy is a mean of.
     """
     where = out or Path("gradkeep-demo-text" if text else "gradkeep-demo")
     output_folder(where, error=StoreError)

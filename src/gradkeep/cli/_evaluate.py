@@ -16,17 +16,19 @@ from gradkeep.cli._evaluation_output import (
     save_evaluations,
     show_evaluations,
 )
-from gradkeep.cli._files import MAX_COUNT
 from gradkeep.cli._imports import load_recipe, read_ids, read_numbers
 from gradkeep.cli._options import (
+    MAX_COUNT,
     CaptureOption,
     CaptureOptions,
     CheckpointOption,
     JsonOption,
     MethodOption,
+    Positive,
     RecipeOption,
     RunOption,
     SeedsOption,
+    Share,
     StoreArgument,
     TrainOption,
     WorkersOption,
@@ -59,10 +61,10 @@ CopiesOption = Annotated[
 def truth(
     store: StoreArgument,
     recipe: RecipeOption = None,
-    subsets: Annotated[int, typer.Option(min=10, max=MAX_COUNT, help="Random subsets.")] = 100,
+    subsets: Annotated[int, typer.Option(min=10, max=MAX_COUNT)] = 100,
     seeds: SeedsOption = 2,
-    alpha: Annotated[float, typer.Option(min=0, max=1, help="Share of rows in a subset.")] = 0.5,
-    name: Annotated[str, typer.Option(help="Name of the ground truth in the store.")] = "truth",
+    alpha: Share = 0.5,
+    name: str = "truth",
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -70,6 +72,11 @@ def truth(
 
     Half of the subsets serve for choosing, half for reporting. An interrupted run resumes; more
     subsets are added to existing ones.
+
+    Options:
+        subsets: Random subsets.
+        alpha: Share of rows in a subset.
+        name: Name of the ground truth in the store.
     """
     import gradkeep as gk
 
@@ -155,25 +162,24 @@ def removal(
     store: StoreArgument,
     method: MethodOption = None,
     recipe: RecipeOption = None,
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, max=MAX_COUNT, help="Rows to remove; repeatable.")
-    ] = None,
-    query: Annotated[
-        list[int] | None, typer.Option(help="Id of a query; repeatable. Default: ten queries.")
-    ] = None,
-    against: Annotated[
-        list[str] | None, typer.Option(help="A method to compare with; repeatable.")
-    ] = None,
-    keep_only: Annotated[
-        bool, typer.Option("--keep-only", help="Train on the chosen rows alone.")
-    ] = False,
+    size: Annotated[list[int] | None, typer.Option(min=1, max=MAX_COUNT)] = None,
+    query: list[int] | None = None,
+    against: list[str] | None = None,
+    keep_only: bool = False,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
     *,
     captures: CaptureOptions,
     result: ResultOptions,
 ) -> None:
-    """Retrain without the rows that helped queries most, beside random rows and a baseline."""
+    """Retrain without the rows that helped queries most, beside random rows and a baseline.
+
+    Options:
+        size: Rows to remove; repeatable.
+        query: Id of a query; repeatable. Default: ten queries.
+        against: A method to compare with; repeatable.
+        keep_only: Train on the chosen rows alone.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -196,12 +202,16 @@ def leakage(
     store: StoreArgument,
     copies: CopiesOption = None,
     method: MethodsOption = None,
-    k: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rank that counts as found.")] = 1,
+    k: Positive = 1,
     *,
     captures: CaptureOptions,
     result: ResultOptions,
 ) -> None:
-    """Measure how often the copy of a query among the training rows has the highest score."""
+    """Measure how often the copy of a query among the training rows has the highest score.
+
+    Options:
+        k: Rank that counts as found.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -214,14 +224,16 @@ def sanity(
     store: StoreArgument,
     method: MethodOption = None,
     truth: TruthOption = None,
-    random_run: Annotated[
-        str | None, typer.Option("--random-run", help="Run of a model with random weights.")
-    ] = None,
+    random_run: str | None = None,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Check that shuffled scores predict nothing, and compare with a random model's scores."""
+    """Check that shuffled scores predict nothing, and compare with a random model's scores.
+
+    Options:
+        random_run: Run of a model with random weights.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -292,11 +304,16 @@ def all(
 
 def compare(
     store: StoreArgument,
-    first: Annotated[str, typer.Argument(metavar="A", help="Name of a saved evaluation.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Name of another one.")],
+    first: Annotated[str, typer.Argument(metavar="A")],
+    second: Annotated[str, typer.Argument(metavar="B")],
     json: JsonOption = False,
 ) -> None:
-    """Compare two saved evaluations by a paired bootstrap."""
+    """Compare two saved evaluations by a paired bootstrap.
+
+    Options:
+        first: Name of a saved evaluation.
+        second: Name of another one.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)

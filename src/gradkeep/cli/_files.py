@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 from gradkeep._arguments import short_repr
 
@@ -16,22 +13,7 @@ if TYPE_CHECKING:
     from gradkeep.errors import GradkeepError
 
 
-MAX_COUNT = 2**31 - 1
-MAX_WORKERS = 1024
-"""More processes than this on one machine are a typing error."""
-MAX_SECONDS = 10 * 365 * 86400.0
 _MAX_TEXT_BYTES = 16 << 20
-
-
-def finite(value: float | None) -> float | None:
-    """Refuse NaN and infinity, which pass typer's range checks.
-
-    >>> finite(0.5)
-    0.5
-    """
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number")
-    return value
 
 
 def input_file(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> Path:

@@ -15,8 +15,8 @@ from gradkeep._display import (
     format_size,
     progress,
 )
-from gradkeep.cli._files import MAX_COUNT, input_folder
-from gradkeep.cli._options import JsonOption, StoreArgument, print_json
+from gradkeep.cli._files import input_folder
+from gradkeep.cli._options import JsonOption, Positive, StoreArgument, print_json
 from gradkeep.errors import StoreError
 
 if TYPE_CHECKING:
@@ -107,16 +107,18 @@ def _problem(problem: str | None) -> str:
 
 def sql(
     store: StoreArgument,
-    query: Annotated[
-        str, typer.Argument(metavar="QUERY", help="One SELECT or DESCRIBE statement.")
-    ],
+    query: Annotated[str, typer.Argument(metavar="QUERY")],
     json: JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV; NULL is an empty cell.")] = False,
+    csv: bool = False,
 ) -> None:
     """Query a store in SQL, offline and read-only.
 
     Tables: samples (a row per sample: run, checkpoint, split, capture, id, all scalars), captures,
     scores, runs, checkpoints. "DESCRIBE samples" lists columns.
+
+    Options:
+        query: One SELECT or DESCRIBE statement.
+        csv: Print CSV; NULL is an empty cell.
     """
     import gradkeep.store as stores
 
@@ -137,28 +139,18 @@ def sql(
 
 def verify(
     store: StoreArgument,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Move damaged files to quarantine and remove unfinished writes.",
-        ),
-    ] = False,
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            "--sample",
-            min=1,
-            max=MAX_COUNT,
-            help="Verify a random sample of this many segments; all documents are verified.",
-        ),
-    ] = None,
+    repair: bool = False,
+    sample: Positive | None = None,
     json: JsonOption = False,
 ) -> None:
     """Verify the checksums of every file of a store.
 
     Exit code 0 if the store is healthy, 1 if there is damage; damaged files and tensors are listed.
     After --repair, run the capture again to recreate what was moved to quarantine.
+
+    Options:
+        repair: Move damaged files to quarantine and remove unfinished writes.
+        sample: Verify a random sample of this many segments; all documents are verified.
     """
     import gradkeep.store as stores
 
@@ -211,18 +203,17 @@ def _show(verdict: Verdict) -> None:
 
 def gc(
     store: StoreArgument,
-    keep_versions: Annotated[
-        int,
-        typer.Option("--keep-versions", min=1, max=MAX_COUNT, help="Versions of a block to keep."),
-    ] = 1,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be removed.")
-    ] = False,
+    keep_versions: Positive = 1,
+    dry_run: bool = False,
     json: JsonOption = False,
 ) -> None:
     """Remove old versions, segments that only they refer to, and unfinished writes.
 
     Safe at any time, also while others read and write.
+
+    Options:
+        keep_versions: Versions of a block to keep.
+        dry_run: Only list what would be removed.
     """
     import gradkeep.store as stores
 
@@ -239,17 +230,16 @@ def gc(
 
 def delete(
     store: StoreArgument,
-    capture: Annotated[
-        str,
-        typer.Argument(
-            metavar="CAPTURE",
-            help="RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, scores/NAME or datamodels/NAME.",
-        ),
-    ],
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm; deletion cannot be undone.")] = False,
+    capture: Annotated[str, typer.Argument(metavar="CAPTURE")],
+    yes: bool = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete a capture, or saved scores, with all versions."""
+    """Delete a capture, or saved scores, with all versions.
+
+    Options:
+        capture: RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, scores/NAME or datamodels/NAME.
+        yes: Confirm; deletion cannot be undone.
+    """
     import gradkeep.store as stores
 
     opened = stores.open(store, create=False)
@@ -311,17 +301,18 @@ def _key(name: str) -> BlockKey:
 
 
 def trak(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="save_dir of the released TRAK package.")
-    ],
-    store: Annotated[
-        str | None,
-        typer.Option("--store", help="Folder or URL; default: DIR-gradkeep."),
-    ] = None,
-    run: Annotated[str, typer.Option(help="Name of the run.")] = "trak",
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    store: str | None = None,
+    run: str = "trak",
     json: JsonOption = False,
 ) -> None:
-    """Import projected gradients, weights and scores of TRAK into a store; DIR is not changed."""
+    """Import projected gradients, weights and scores of TRAK into a store; DIR is not changed.
+
+    Options:
+        folder: save_dir of the released TRAK package.
+        store: Folder or URL; default: DIR-gradkeep.
+        run: Name of the run.
+    """
     from gradkeep.compat.trak import import_save_dir
 
     whole = input_folder(folder, error=StoreError).resolve()

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import MAX_SECONDS, finite, input_file, output_file
-from gradkeep.cli._options import JsonOption, print_json
+from gradkeep.cli._files import input_file, output_file
+from gradkeep.cli._options import MAX_SECONDS, JsonOption, print_json
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
@@ -23,7 +23,6 @@ RatioOption = Annotated[
         "--ratio",
         min=0,
         max=1000,
-        callback=finite,
         help="Budget as a fraction of the peak.",
     ),
 ]
@@ -33,7 +32,6 @@ LimitOption = Annotated[
         "--limit",
         min=1,
         max=1e9,
-        callback=finite,
         help="Slowdown that counts as thrashing.",
     ),
 ]
@@ -41,32 +39,28 @@ LimitOption = Annotated[
 
 def simulate(
     log: LogArgument,
-    heuristic: Annotated[
-        str, typer.Option("--heuristic", help="Eviction heuristic: dtr, dtr-eq, msps, ...")
-    ] = "dtr-eq",
+    heuristic: str = "dtr-eq",
     budget: BudgetOption = None,
     ratio: RatioOption = None,
-    policy: Annotated[
-        str, typer.Option("--policy", help="Deallocation policy: ignore, eager or banish.")
-    ] = "eager",
+    policy: str = "eager",
     limit: LimitOption = 10.0,
-    skip_small: Annotated[
-        bool, typer.Option("--skip-small", help="Never evict storages below 1 % of the mean size.")
-    ] = False,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Consider about 2 sqrt(n) storages only.")
-    ] = False,
-    timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Write every event to this CSV file.")
-    ] = None,
-    keep_releases: Annotated[
-        bool, typer.Option("--releases/--no-releases", help="Use the deallocations of the log.")
-    ] = True,
+    skip_small: bool = False,
+    sample: bool = False,
+    timeline: Path | None = None,
+    keep_releases: Annotated[bool, typer.Option("--releases/--no-releases")] = True,
     json: JsonOption = False,
 ) -> None:
     """Simulate a recorded step inside a smaller memory budget.
 
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
+
+    Options:
+        heuristic: Eviction heuristic: dtr, dtr-eq, msps, ...
+        policy: Deallocation policy: ignore, eager or banish.
+        skip_small: Never evict storages below 1 % of the mean size.
+        sample: Consider about 2 sqrt(n) storages only.
+        timeline: Write every event to this CSV file.
+        keep_releases: Use the deallocations of the log.
     """
     from gradkeep._budgets import format_bytes
     from gradkeep.remat import read_log, unlimited_peak
@@ -123,22 +117,16 @@ def optimal(
     log: LogArgument,
     budget: BudgetOption = None,
     ratio: RatioOption = None,
-    time_limit: Annotated[
-        float,
-        typer.Option(
-            "--time-limit",
-            min=0.001,
-            max=MAX_SECONDS,
-            callback=finite,
-            help="Seconds for the integer program.",
-        ),
-    ] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.001, max=MAX_SECONDS)] = 60.0,
     json: JsonOption = False,
 ) -> None:
     """Compute the cheapest schedule within a budget, with a proven bound, beside heuristics.
 
     For small programs: up to about 30 operators it takes seconds. Aliases are collapsed; inputs and
     parameters are always in memory.
+
+    Options:
+        time_limit: Seconds for the integer program.
     """
     from gradkeep import remat
     from gradkeep._budgets import format_bytes

@@ -11,8 +11,8 @@ import typer
 
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
-from gradkeep.cli._files import MAX_WORKERS, input_file, output_folder
-from gradkeep.cli._options import JsonOption, parse_pairs, print_json, split_words
+from gradkeep.cli._files import input_file, output_folder
+from gradkeep.cli._options import MAX_WORKERS, JsonOption, parse_pairs, print_json, split_words
 from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it
 from gradkeep.errors import RematError
 
@@ -39,35 +39,16 @@ _LIVE_RATIOS = "0.9,0.8,0.7,0.6,0.5,0.4"
 
 
 def pareto(
-    logs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[LOG...]", help="Recorded steps.")
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="A reference model to train; repeatable."),
-    ] = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option("--size", help="Size of the models: batch_size=16; repeatable."),
-    ] = None,
+    logs: Annotated[list[Path] | None, typer.Argument(metavar="[LOG...]")] = None,
+    model: list[str] | None = None,
+    size: list[str] | None = None,
     out: OutOption = Path("pareto"),
-    heuristics: Annotated[
-        str | None, typer.Option("--heuristics", help="Comma-separated names; default: seven.")
-    ] = None,
+    heuristics: str | None = None,
     ratios: RatiosOption = _RATIOS,
-    live_heuristics: Annotated[
-        str, typer.Option("--live-heuristics", help="Heuristics to train the live model with.")
-    ] = "dtr-eq",
-    live_ratios: Annotated[
-        str, typer.Option("--live-ratios", help="Budgets to train the live model in.")
-    ] = _LIVE_RATIOS,
-    placements: Annotated[
-        str | None,
-        typer.Option("--placements", help="Checkpoint placements: 4 segments, all, even, ..."),
-    ] = None,
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10_000, help="Timed steps per measurement.")
-    ] = 5,
+    live_heuristics: str = "dtr-eq",
+    live_ratios: str = _LIVE_RATIOS,
+    placements: str | None = None,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000)] = 5,
     limit: LimitOption = 2.0,
     workers: WorkersOption = None,
     json: JsonOption = False,
@@ -77,6 +58,16 @@ def pareto(
     A model is recorded and simulated, and trained in each budget: online, planned, and with
     torch.utils.checkpoint. Small graphs also get the optimum. Writes pareto.csv, pareto.png,
     pareto.svg and a self-contained pareto.html.
+
+    Options:
+        logs: Recorded steps.
+        model: A reference model to train; repeatable.
+        size: Size of the models: batch_size=16; repeatable.
+        heuristics: Comma-separated names; default: seven.
+        live_heuristics: Heuristics to train the live model with.
+        live_ratios: Budgets to train the live model in.
+        placements: Checkpoint placements: 4 segments, all, even, ...
+        repeats: Timed steps per measurement.
     """
     from gradkeep.compat.dtr.experiments._config import pareto_experiment
     from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
@@ -162,10 +153,7 @@ def banish(
 
 
 def figures(
-    logs: Annotated[
-        list[Path],
-        typer.Argument(metavar="LOGS...", help="A folder of logs, a manifest, or logs."),
-    ],
+    logs: Annotated[list[Path], typer.Argument(metavar="LOGS...")],
     out: OutOption = Path("figures"),
     ratios: RatiosOption = _RATIOS,
     limit: LimitOption = 2.0,
@@ -176,6 +164,9 @@ def figures(
 
     Random choices are shown as mean and range of ten seeds; accesses are counted as in the original.
     Writes figures.csv and each plot as .png, .svg and .html.
+
+    Options:
+        logs: A folder of logs, a manifest, or logs.
     """
     from gradkeep.remat.simulator._plots import draw_sweep
     from gradkeep.remat.simulator._sweep import PAPER_FIGURES, find_logs, sweep
@@ -197,22 +188,21 @@ def figures(
 
 
 def experiments(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="JSON or YAML: commands per model.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Output folder; a rerun resumes.")] = Path(
-        "experiments"
-    ),
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    out: Path = Path("experiments"),
     workers: WorkersOption = None,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run failed trials again.")
-    ] = False,
+    retry_failed: bool = False,
     json: JsonOption = False,
 ) -> None:
     """Run the trials of a configuration: training steps, plain and in budgets, live and simulated.
 
     Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. An interrupted run
     resumes. Exit code 3 if trials failed.
+
+    Options:
+        config: JSON or YAML: commands per model.
+        out: Output folder; a rerun resumes.
+        retry_failed: Run failed trials again.
     """
     from gradkeep.compat.dtr.experiments._config import read_experiment
     from gradkeep.compat.dtr.experiments._run import run_experiment

@@ -29,15 +29,17 @@ FunctionOption = Annotated[
 
 def record(
     script: ScriptArgument,
-    log: Annotated[Path, typer.Option("--log", help="Log file to write.")] = Path("step.log"),
+    log: Path = Path("step.log"),
     function: FunctionOption = "step",
-    repeats: Annotated[
-        int,
-        typer.Option("--repeats", min=1, max=10_000, help="Runs; the shortest times are kept."),
-    ] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000)] = 3,
     json: JsonOption = False,
 ) -> None:
-    """Record the function `step()` of a script, after one run to warm up."""
+    """Record the function `step()` of a script, after one run to warm up.
+
+    Options:
+        log: Log file to write.
+        repeats: Runs; the shortest times are kept.
+    """
     from gradkeep._budgets import format_bytes
     from gradkeep.remat import read_log, unlimited_peak
 
@@ -74,21 +76,19 @@ def record(
 
 def plan(
     script: ScriptArgument,
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", help="Explain this budget: 2GiB, or 0.5."),
-    ] = None,
+    budget: str | None = None,
     function: FunctionOption = "step",
-    recordings: Annotated[
-        int, typer.Option("--recordings", min=2, max=1000, help="Recorded runs.")
-    ] = 3,
-    save: Annotated[
-        Path | None,
-        typer.Option("--save", help="Write the plan: gk.memory_budget(...).load(FILE)."),
-    ] = None,
+    recordings: Annotated[int, typer.Option(min=2, max=1000)] = 3,
+    save: Path | None = None,
     json: JsonOption = False,
 ) -> None:
-    """Show slowdown against budget, and the floor, for the function `step()` of a script."""
+    """Show slowdown against budget, and the floor, for the function `step()` of a script.
+
+    Options:
+        budget: Explain this budget: 2GiB, or 0.5.
+        recordings: Recorded runs.
+        save: Write the plan: gk.memory_budget(...).load(FILE).
+    """
     from gradkeep._budgets import format_bytes, parse_budget
     from gradkeep._display import text_table
 

@@ -31,21 +31,23 @@ LogOption = Annotated[
 
 def serve(
     store: StoreArgument,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8765,
     data: DataOption = None,
     recipe: RecipeOption = None,
     log: LogOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Admit other machines, with a token.")
-    ] = False,
-    open_browser: Annotated[
-        bool | None, typer.Option("--open/--no-open", help="Open a browser; default: if possible.")
-    ] = None,
+    host: str = "127.0.0.1",
+    allow_remote: bool = False,
+    open_browser: Annotated[bool | None, typer.Option("--open/--no-open")] = None,
 ) -> None:
     """Serve the web UI of a store on this machine until Ctrl-C.
 
     Decisions about labels are saved in the store as they are made.
+
+    Options:
+        port: 0 takes any free port.
+        host: Address to listen on.
+        allow_remote: Admit other machines, with a token.
+        open_browser: Open a browser; default: if possible.
     """
     serve_page = _web_module("_serve").serve  # a missing extra is reported before anything else
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
@@ -63,9 +65,7 @@ def serve(
 
 def report(
     store: StoreArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The HTML file.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("report.html"),
     data: DataOption = None,
     recipe: RecipeOption = None,
     log: LogOption = None,
@@ -74,6 +74,9 @@ def report(
     """Write the web UI of a store into one HTML file that needs no server and no network.
 
     It explains wrong predictions, the least certain queries and the first ones.
+
+    Options:
+        out: The HTML file.
     """
     import gradkeep.store as stores
 
