@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import output_file
+from gradkeep.cli._inputs import output_file
 from gradkeep.cli._options import (
     Bytes,
     CaptureOption,

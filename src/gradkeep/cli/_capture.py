@@ -17,8 +17,7 @@ import typer
 
 from gradkeep import _arguments
 from gradkeep._arguments import one_of, short_repr
-from gradkeep.cli._files import input_text
-from gradkeep.cli._imports import import_object
+from gradkeep.cli._inputs import import_object, input_text
 from gradkeep.cli._options import Bytes, JsonOption, WorkerOptions, print_json
 from gradkeep.errors import CaptureError
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import input_file, input_folder, output_folder
-from gradkeep.cli._imports import importing_from
+from gradkeep.cli._inputs import importing_from, input_file, input_folder, output_folder
 from gradkeep.cli._options import (
     MAX_COUNT,
     MAX_SECONDS,

@@ -12,8 +12,7 @@ import typer
 
 from gradkeep._arguments import short_repr, whole_numbers
 from gradkeep.cli._datamodels import NameOption, open_models
-from gradkeep.cli._files import input_file, input_text
-from gradkeep.cli._imports import load_object
+from gradkeep.cli._inputs import input_file, input_text, load_object
 from gradkeep.cli._options import (
     MAX_COUNT,
     MAX_WORKERS,

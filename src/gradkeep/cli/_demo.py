@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradkeep.cli._files import output_folder
+from gradkeep.cli._inputs import output_folder
 from gradkeep.errors import StoreError
 
 

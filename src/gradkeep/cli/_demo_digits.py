@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._environment import torch_threads
-from gradkeep.cli._evaluation_output import ResultOptions, save_evaluations
+from gradkeep.cli._evaluate import ResultOptions, save_evaluations
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtraError

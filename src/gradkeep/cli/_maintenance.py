@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._display import (
-    describe_rows,
-    describe_state,
     format_ratio,
     format_size,
     progress,
 )
-from gradkeep.cli._files import input_folder
+from gradkeep.cli._inputs import input_folder
 from gradkeep.cli._options import JsonOption, Positive, StoreArgument, print_json
 from gradkeep.errors import StoreError
 
@@ -79,12 +77,12 @@ def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = No
 
     parts = [
         name,
-        f"{describe_rows(block)} rows" if counts is None else counts,
+        f"{block.rows_text} rows" if counts is None else counts,
         format_size(block.data_bytes),
     ]
     if block.ratio is not None:
         parts.append(f"{format_ratio(block.ratio)} smaller than {format_size(block.dense_bytes)}")
-    parts.append(describe_state(block))
+    parts.append(block.state_text)
     branch = tree.add(escape("  ".join(parts)) + _problem(block.problem))
     groups: dict[str, list[Any]] = {}
     for layer in block.layers:

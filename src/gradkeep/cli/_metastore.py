@@ -12,7 +12,7 @@ import typer
 
 from gradkeep._arguments import short_repr
 from gradkeep.cli._errors import INCOMPLETE
-from gradkeep.cli._files import input_file, output_folder
+from gradkeep.cli._inputs import input_file, output_folder
 from gradkeep.cli._options import MAX_COUNT, JsonOption, print_json, split_words
 from gradkeep.errors import CaptureError
 

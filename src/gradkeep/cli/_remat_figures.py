@@ -11,7 +11,7 @@ import typer
 
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
-from gradkeep.cli._files import input_file, output_folder
+from gradkeep.cli._inputs import input_file, output_folder
 from gradkeep.cli._options import MAX_WORKERS, JsonOption, parse_pairs, print_json, split_words
 from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it
 from gradkeep.errors import RematError

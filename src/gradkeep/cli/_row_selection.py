@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._evaluation_output import evaluation_fields
-from gradkeep.cli._files import output_file
-from gradkeep.cli._imports import load_recipe, read_ids
+from gradkeep.cli._evaluate import evaluation_fields
+from gradkeep.cli._inputs import load_recipe, output_file, read_ids
 from gradkeep.cli._options import (
     CaptureOption,
     CaptureOptions,

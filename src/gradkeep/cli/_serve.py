@@ -13,8 +13,7 @@ import typer
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
 from gradkeep._environment import install_hint
-from gradkeep.cli._files import input_file, output_file
-from gradkeep.cli._imports import load_object, load_recipe
+from gradkeep.cli._inputs import input_file, load_object, load_recipe, output_file
 from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
 from gradkeep.errors import DataError, MissingExtraError, RematError, StoreError
 
@@ -49,7 +48,7 @@ def serve(
         allow_remote: Admit other machines, with a token.
         open_browser: Open a browser; default: if possible.
     """
-    serve_page = _web_module("_serve").serve  # a missing extra is reported before anything else
+    serve_page = _web_module("_app").serve  # a missing extra is reported before anything else
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
     can_open = sys.stdout.isatty() and (has_display or sys.platform == "darwin")
     serve_page(

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _QUERIES = {"wrong": 24, "unsure": 8, "all": 8}
 """How many queries of each kind are explained."""
-_MAX_RUNS = 3
 _CONTENT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 )
@@ -109,7 +108,7 @@ class _AnswerCollector:
         """Ask everything that the page asks without a click."""
         for path in ("api/session", "api/runs", "api/sources", "api/store", "api/evaluations"):
             self.ask(path)
-        runs = (self.ask("api/runs") or {"runs": []})["runs"][:_MAX_RUNS]
+        runs = (self.ask("api/runs") or {"runs": []})["runs"][:3]
         self._total = 10 + len(runs) * (2 * sum(_QUERIES.values()) + 20)
         memory = self.ask("api/memory")
         if memory is not None and memory["curves"]:

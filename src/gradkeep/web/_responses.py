@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -77,25 +76,3 @@ def _files_below(folder: Traversable, prefix: str) -> list[StaticFile]:
         elif media_type := _MEDIA_TYPES.get(f".{item.name.rpartition('.')[2]}"):
             files.append(StaticFile(name, media_type, item.read_bytes()))
     return files
-
-
-@dataclass(frozen=True, slots=True)
-class VendoredFile:
-    """A static file of another project."""
-
-    file: str
-    package: str
-    version: str
-    licence: str
-    sha256: str
-
-    def is_intact(self) -> bool:
-        """Return True if the file has the checksum of the manifest."""
-        file = static_files().get(f"vendor/{self.file}")
-        return file is not None and hashlib.sha256(file.content).hexdigest() == self.sha256
-
-
-def vendored_files() -> list[VendoredFile]:
-    """Read the manifest of files of other projects."""
-    manifest = json.loads(static_files()["vendor/manifest.json"].content)
-    return [VendoredFile(**entry) for entry in manifest["files"]]

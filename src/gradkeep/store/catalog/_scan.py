@@ -145,6 +145,24 @@ class BlockFacts:
         return self.address.kind
 
     @property
+    def rows_text(self) -> str:
+        """How many rows there are, of how many, and how many are not sealed."""
+        total = "" if self.num_rows in (None, self.rows) else f" of {self.num_rows}"
+        unsealed = f" + {self.unsealed_rows} open" if self.unsealed_rows else ""
+        return f"{self.rows}{total}{unsealed}"
+
+    @property
+    def state_text(self) -> str:
+        """State in words for users."""
+        if self.kind == "rows" and self.state != "unreadable":
+            return "complete" if self.rows == self.num_rows else "open"
+        return (
+            f"sealed, version {self.version}"
+            if self.version and self.state == "sealed"
+            else self.state
+        )
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of the dense float32 gradients of these rows."""
         return self.rows * sum(layer.dense_row_bytes for layer in self.layers)
