@@ -14,16 +14,17 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep.errors import DamagedError, GradkeepError, StoreError
-from gradkeep.store._decisions import decision_key, read_decision
 from gradkeep.store._document import (
     LARGE_DOCUMENT,
     LARGEST_DOCUMENT,
     SMALL_DOCUMENT,
     Head,
+    decision_key,
     head_key,
     malformed_document,
     read_bytes,
     read_checkpoint,
+    read_decision,
     read_document,
     read_run,
 )
@@ -42,20 +43,18 @@ from gradkeep.store._keys import (
     row_part,
 )
 from gradkeep.store._store import STORE_FILE, Store, read_identity
-from gradkeep.store.backends._backend import QUARANTINE
-from gradkeep.store.backends._schemes import backend_for
+from gradkeep.store.backends._backend import QUARANTINE, backend_for
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._manifest import load_manifest, load_schema, schema_key
 from gradkeep.store.blocks._segment import Segment
-from gradkeep.store.catalog._samples import (
+from gradkeep.store.catalog._sql import (
     check_samples,
     holds_samples_of,
     is_tied,
     samples_available,
 )
-from gradkeep.store.rows._leases import ROWS_PER_FOLDER, LeaseRecord
-from gradkeep.store.rows._row_files import SIZES, RowFiles, SizeRecord, size_key
-from gradkeep.store.rows._rows import FailureRecord
+from gradkeep.store.rows._row_files import ROWS_PER_FOLDER, SIZES, RowFiles, SizeRecord, size_key
+from gradkeep.store.rows._rows import FailureRecord, LeaseRecord
 
 if TYPE_CHECKING:
     import os
