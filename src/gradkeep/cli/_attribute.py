@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._display import pick_fields
 from gradkeep.cli._inputs import output_file
 from gradkeep.cli._options import (
     Bytes,
@@ -163,7 +164,7 @@ def methods(json: JsonOption = False) -> None:
 
     if json:
         names = ("name", "summary", "needs", "cost", "exact", "reference")
-        print_json([{name: getattr(method, name) for name in names} for method in gk.methods()])
+        print_json([pick_fields(method, *names) for method in gk.methods()])
         return
     for method in gk.methods():
         kind = "exact" if method.exact else "approximate"
@@ -255,18 +256,13 @@ def _noise_fields(suspects: Suspects, precision: float) -> dict[str, Any]:
     assert noise is not None
     threshold = noise.threshold(precision)
     listed = threshold and {
-        "wrong": threshold.wrong,
-        "rows": threshold.rows,
-        "precision": threshold.precision,
-        "interval": threshold.interval,
-        "ids": suspects.flagged(precision).tolist(),
+        **pick_fields(threshold, "wrong", "rows", "precision", "interval"),
+        "ids": suspects.flagged(precision),
     }
     return {
-        "rate": noise.rate,
-        "rate_interval": noise.rate_interval,
-        "pattern": noise.pattern,
+        **pick_fields(noise, "rate", "rate_interval", "pattern"),
         "threshold": listed,
-        "confusion": noise.confusion.round(2).tolist(),
+        "confusion": noise.confusion.round(2),
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._display import pick_fields
 from gradkeep.cli._inputs import importing_from, input_file, input_folder, output_folder
 from gradkeep.cli._options import (
     MAX_COUNT,
@@ -22,6 +23,7 @@ from gradkeep.cli._options import (
     StoreArgument,
     Whole,
     WorkerOptions,
+    missing_option,
     print_json,
 )
 from gradkeep.errors import DatamodelsError, NotAStoreError
@@ -88,9 +90,7 @@ def init(
     from gradkeep.datamodels.study._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
-        raise DatamodelsError(
-            "pass one of --spec, --from, --grow", code="cli.missing_option", fix="--spec spec.json"
-        )
+        raise missing_option(DatamodelsError, "one of --spec, --from, --grow", "--spec spec.json")
     if spec is not None:
         input_file(spec, error=DatamodelsError)
     if source is not None:
@@ -135,7 +135,7 @@ def status(
     status = study.status(open_models(store), name=name, max_attempts=attempts)
     if json:
         counts = ("total", "done", "failed", "leased", "pending", "rate", "eta")
-        fields = {name: getattr(status.progress, name) for name in counts}
+        fields = pick_fields(status.progress, *counts)
         failures = [_failure(state, state=state.state) for state in status.troubled]
         print_json({**fields, "spec": status.spec.to_fields(), "failures": failures})
         return
@@ -279,7 +279,7 @@ def open_models(store: str) -> Store:
 
 def _report(outcome: Outcome, *, as_json: bool) -> None:
     if as_json:
-        fields = {name: getattr(outcome.progress, name) for name in ("total", "done", "failed")}
+        fields = pick_fields(outcome.progress, "total", "done", "failed")
         failures = [_failure(item) for item in outcome.failures]
         print_json({**fields, "seconds": outcome.seconds, "failures": failures})
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._arguments import short_repr, whole_numbers
+from gradkeep._display import pick_fields
 from gradkeep.cli._datamodels import NameOption, open_models
 from gradkeep.cli._inputs import input_file, input_text, load_object
 from gradkeep.cli._options import (
@@ -19,6 +19,8 @@ from gradkeep.cli._options import (
     JsonOption,
     Positive,
     StoreArgument,
+    missing_option,
+    parse_numbers,
     print_json,
 )
 from gradkeep.errors import DatamodelsError
@@ -84,17 +86,10 @@ def fit(
     if not json:
         print(result)
         return
-    print_json(
-        {
-            "fit": save,
-            "models": result.num_models,
-            "examples": result.weights.shape[0],
-            "targets": result.weights.shape[1],
-            "gap": float(result.gap.max()),
-            "held_out": result.held_out,
-            "unfinished": result.unfinished,
-        }
-    )
+    examples, targets = result.weights.shape
+    sizes = {"fit": save, "models": result.num_models, "examples": examples, "targets": targets}
+    fields = pick_fields(result, "held_out", "unfinished")
+    print_json({**sizes, "gap": float(result.gap.max()), **fields})
 
 
 def _trained_data(
@@ -177,13 +172,15 @@ def analyze(
             "unknown analysis", code="cli.unknown_analysis", found=what, expected=_ANALYSES
         )
     opened = open_models(store)
-    chosen = None if targets is None else _numbers("targets", targets)
+    chosen = None if targets is None else parse_numbers("targets", targets, error=DatamodelsError)
     analyses: dict[str, Callable[[], Any]]
     if what in _TRAINED:
         subsets, outputs = _trained_data(opened, name, masks, output)
         analyses = {
             "memorization": lambda: datamodels.memorization(subsets, outputs),
-            "curve": lambda: datamodels.learning_curve(subsets, outputs, _numbers("sizes", sizes)),
+            "curve": lambda: datamodels.learning_curve(
+                subsets, outputs, parse_numbers("sizes", sizes, error=DatamodelsError)
+            ),
             "values": lambda: datamodels.values(subsets, outputs.mean(axis=1)),
         }
     else:
@@ -236,7 +233,7 @@ def _verified(
 
     study = _load_study(where)
     if remove:
-        sets: list[Any] = [_numbers("remove", one) for one in remove]
+        sets: list[Any] = [parse_numbers("remove", one, error=DatamodelsError) for one in remove]
     else:
         best = datamodels.top(fitted, count, targets=targets)
         sets = [ids[ids >= 0] for ids in best.positive]
@@ -258,26 +255,8 @@ def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Data
 
 def _one_set(remove: list[str] | None) -> list[int]:
     if remove is None or len(remove) != 1:
-        raise DatamodelsError(
-            "removal needs one --remove",
-            code="cli.missing_option",
-            found=remove,
-            fix="--remove 0,3,7",
-        )
-    return _numbers("remove", remove[0])
-
-
-def _numbers(what: str, text: str | None) -> list[int]:
-    try:
-        numbers = [int(word) for word in (text or "").split(",")]
-    except ValueError:
-        raise DatamodelsError(
-            f"--{what} must be whole numbers",
-            code="cli.not_numbers",
-            found=short_repr(text),
-            fix=f"--{what} 0,3,7",
-        ) from None
-    return list(whole_numbers(what, numbers, error=DatamodelsError).tolist())
+        raise missing_option(DatamodelsError, "one set of examples", "--remove 0,3,7")
+    return parse_numbers("remove", remove[0], error=DatamodelsError)
 
 
 def _show(answer: Any) -> None:
@@ -331,10 +310,8 @@ def _labels_of(option: str, source: str | None) -> Any:
     import numpy as np
 
     if source is None:
-        raise DatamodelsError(
-            f"--{option} is needed: FILE.npy, FILE.npz:NAME or a text file of labels",
-            code="cli.missing_option",
-        )
+        fix = f"--{option} FILE.npy, FILE.npz:NAME or a text file"
+        raise missing_option(DatamodelsError, "labels", fix)
     file, name = source, ""
     if ".npz:" in source and not os.path.exists(source):
         file, _, name = source.rpartition(":")
@@ -369,10 +346,8 @@ def _load_study(where: str | None) -> Study:
     from gradkeep.datamodels import Study
 
     if where is None:
-        raise DatamodelsError(
-            "training needs --study module:name, a Study or a function that returns one",
-            code="cli.missing_option",
-        )
+        what = "a Study, or a function that returns one"
+        raise missing_option(DatamodelsError, what, "--study module:name")
     study = load_object(where, Study, error=DatamodelsError)
     if not isinstance(study, Study):
         raise DatamodelsError(

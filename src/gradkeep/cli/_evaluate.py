@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._display import pick_fields
 from gradkeep.cli._inputs import load_recipe, output_folder, read_ids, read_numbers
 from gradkeep.cli._options import (
     MAX_COUNT,
@@ -26,6 +27,7 @@ from gradkeep.cli._options import (
     TrainOption,
     WorkersOption,
     choose_runs,
+    missing_option,
     print_json,
     print_progress,
 )
@@ -119,10 +121,9 @@ def lds(
         return
     fields = [
         {
-            "method": one.name,
             **evaluation_fields(one.evaluation),
-            "cpu_seconds": one.cpu_seconds,
-            "bytes_per_row": one.bytes_per_row,
+            **pick_fields(one, "cpu_seconds", "bytes_per_row"),
+            "method": one.name,
             "saved": name,
         }
         for one, name in zip(judged, names, strict=True)
@@ -315,14 +316,8 @@ def compare(
     if not json:
         print(comparison)
         return
-    print_json(
-        {
-            "metric": comparison.metric,
-            "difference": comparison.value,
-            "interval": comparison.interval,
-            "differs": comparison.differs,
-        }
-    )
+    fields = pick_fields(comparison, "metric", "interval", "differs")
+    print_json({**fields, "difference": comparison.value})
 
 
 def _judge(
@@ -385,11 +380,7 @@ def _evaluate_labels(store: Store, wrong: str | None, **captures: Any) -> list[E
     import gradkeep as gk
 
     if wrong is None:
-        raise EvaluationError(
-            "known wrong labels are needed",
-            code="cli.missing_option",
-            fix="--wrong FILE with their ids",
-        )
+        raise missing_option(EvaluationError, "known wrong labels", "--wrong FILE with their ids")
     ids = read_ids(wrong)
     evaluations, measures = [], []
     for by in ("loss", "self", "noise"):
@@ -420,11 +411,8 @@ def _evaluate_leakage(scores: Scores, copies: str | None, k: int) -> Evaluation:
     import gradkeep as gk
 
     if copies is None:
-        raise EvaluationError(
-            "known copies of queries are needed",
-            code="cli.missing_option",
-            fix="--copies FILE with lines: query id, row id",
-        )
+        fix = "--copies FILE with lines: query id, row id"
+        raise missing_option(EvaluationError, "known copies of queries", fix)
     copy_of = dict(read_numbers(copies, columns=2).tolist())
     expected = np.array([copy_of.get(int(query), -1) for query in scores.query_ids])
     return gk.evaluate.leakage(scores, expected, k=k)
@@ -494,18 +482,9 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, Any]:
     curve = evaluation.curve
     lines = {} if curve is None else dict(zip(curve.names, curve.values.tolist(), strict=True))
     return {
-        "metric": evaluation.metric,
-        "subject": evaluation.subject,
-        "value": evaluation.value,
-        "interval": evaluation.interval,
-        "level": evaluation.level,
-        "ceiling": evaluation.ceiling,
+        **pick_fields(evaluation, "metric", "subject", "value", "interval", "level", "ceiling"),
         "share_of_ceiling": evaluation.share,
-        "queries": evaluation.sizes.queries,
-        "subsets": evaluation.sizes.subsets,
-        "seeds": evaluation.sizes.seeds,
-        "rows": evaluation.sizes.rows,
-        "truth": evaluation.truth,
-        "provenance": evaluation.provenance,
+        **pick_fields(evaluation.sizes, "queries", "subsets", "seeds", "rows"),
+        **pick_fields(evaluation, "truth", "provenance"),
         "curve": None if curve is None else {curve.along: curve.at.tolist(), **lines},
     }

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._display import (
-    format_ratio,
-    format_size,
-    progress,
-)
+from gradkeep._display import format_ratio, format_size, pick_fields, progress
 from gradkeep.cli._inputs import input_folder
 from gradkeep.cli._options import JsonOption, Positive, StoreArgument, print_json
 from gradkeep.errors import StoreError
@@ -155,27 +152,11 @@ def verify(
     with progress("verify", "files") as report:
         verdict = stores.verify(store, repair=repair, sample=sample, progress=report)
     if json:
-        print_json(_fields(verdict))
+        print_json({"healthy": verdict.healthy, **dataclasses.asdict(verdict)})
     else:
         _show(verdict)
     if not verdict.healthy:
         raise typer.Exit(1)
-
-
-def _fields(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "healthy": verdict.healthy,
-        "files": verdict.files,
-        "bytes": verdict.bytes,
-        "segments": verdict.segments,
-        "read": verdict.read,
-        "damage": [
-            {"path": item.path, "tensor": item.tensor, "what": item.what} for item in verdict.damage
-        ],
-        "orphans": list(verdict.orphans),
-        "unknown": list(verdict.unknown),
-        "repaired": list(verdict.repaired),
-    }
 
 
 def _show(verdict: Verdict) -> None:
@@ -217,8 +198,7 @@ def gc(
 
     swept = stores.gc(store, keep_versions=keep_versions, dry_run=dry_run)
     if json:
-        fields = {"dry_run": dry_run, "files": list(swept.files), "bytes": swept.bytes}
-        print_json(fields)
+        print_json({"dry_run": dry_run, "files": swept.files, "bytes": swept.bytes})
         return
     verb = "would remove" if dry_run else "removed"
     for file in swept.files:
@@ -269,11 +249,10 @@ def delete(
         opened.delete(key)
     else:
         opened.delete_rows(str(row_set))
-    where = folders[0]
     if json:
-        print_json({"deleted": where, "rows": rows, "bytes": size})
+        print_json({"deleted": folders[0], "rows": rows, "bytes": size})
     else:
-        print(f"deleted {where}: {rows} rows, {format_size(size)}")
+        print(f"deleted {folders[0]}: {rows} rows, {format_size(size)}")
 
 
 def _key(name: str) -> BlockKey:
@@ -317,14 +296,7 @@ def trak(
     target = store or str(whole.with_name(f"{whole.name}-gradkeep"))
     imported = import_save_dir(folder, target, run=run)
     if json:
-        print_json(
-            {
-                "store": target,
-                "checkpoints": imported.checkpoints,
-                "scores": imported.scores,
-                "skipped": imported.skipped,
-            }
-        )
+        print_json({"store": target, **pick_fields(imported, "checkpoints", "scores", "skipped")})
         return
     for name in imported.checkpoints:
         print(f"imported   projected gradients of {name}")

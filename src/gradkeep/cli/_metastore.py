@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gradkeep._arguments import short_repr
 from gradkeep.cli._errors import INCOMPLETE
 from gradkeep.cli._inputs import input_file, output_folder
-from gradkeep.cli._options import MAX_COUNT, JsonOption, print_json, split_words
+from gradkeep.cli._options import JsonOption, parse_numbers, print_json, split_words
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -54,8 +53,8 @@ def sweep(
         str(config),
         split_words(data),
         split_words(methods),
-        _numbers("samples", samples),
-        _numbers("queries", queries),
+        tuple(parse_numbers("samples", samples, error=CaptureError, least=1)),
+        tuple(parse_numbers("queries", queries, error=CaptureError, least=1)),
         name,
         weights_only=not biases,
     )
@@ -74,17 +73,3 @@ def sweep(
         print(f"written: {', '.join(map(str, [out / 'sweep.csv', *pictures]))}")
     if any(row.error for row in rows):
         raise typer.Exit(INCOMPLETE)
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    words = split_words(text)
-    if not words or not all(
-        w.isdecimal() and len(w) < 11 and 1 <= int(w) <= MAX_COUNT for w in words
-    ):
-        raise CaptureError(
-            f"--{flag} cannot be {short_repr(text)}",
-            code="cli.not_numbers",
-            expected="comma-separated whole numbers from 1",
-            fix=f"for example --{flag} 1000,5000",
-        )
-    return tuple(int(word) for word in words)

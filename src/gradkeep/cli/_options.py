@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import math
+import re
 import shutil
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from gradkeep._arguments import short_repr
 from gradkeep._display import to_json_types
 from gradkeep.errors import AttributionError, FarmError
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.attribution._scores import Scores
+    from gradkeep.errors import GradkeepError
     from gradkeep.store import Store
 
 MAX_COUNT = 2**31 - 1
@@ -93,6 +96,28 @@ def print_progress(progress: Any) -> None:
     """Progress callback of trainings; prints only on a terminal."""
     if sys.stderr.isatty():
         print(f"\r  {progress}", end="", file=sys.stderr, flush=True)
+
+
+def missing_option(error: type[GradkeepError], what: str, fix: str) -> GradkeepError:
+    """Build the error about an option that a command needs."""
+    return error(f"this command needs {what}", code="cli.missing_option", fix=fix)
+
+
+def parse_numbers(
+    flag: str, text: str | None, *, error: type[GradkeepError], least: int = 0
+) -> list[int]:
+    """Parse comma-separated whole numbers."""
+    words = split_words(text or "")
+    if not words or not all(
+        re.fullmatch(r"-?\d{1,10}", word) and least <= int(word) <= MAX_COUNT for word in words
+    ):
+        raise error(
+            f"--{flag} cannot be {short_repr(text)}",
+            code="cli.not_numbers",
+            expected=f"comma-separated whole numbers from {least}",
+            fix=f"for example --{flag} 3,70",
+        )
+    return [int(word) for word in words]
 
 
 def parse_pairs(pairs: Sequence[str], *, example: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._display import pick_fields
 from gradkeep.cli._inputs import input_file, output_file, run_script, script_exit_error
 from gradkeep.cli._options import MAX_SECONDS, JsonOption, print_json
 from gradkeep.errors import RematError
@@ -161,10 +162,10 @@ def optimal(
                 "bound": best.bound,
                 "gap": best.gap,
                 "peak": None if schedule is None else schedule.peak,
-                "keep_all": {"compute": keep.compute, "peak": keep.peak},
-                "chen": {"compute": chen.compute, "peak": chen.peak},
+                "keep_all": pick_fields(keep, "compute", "peak"),
+                "chen": pick_fields(chen, "compute", "peak"),
                 "heuristics": {
-                    name: {"status": run.status, "overhead": run.overhead, "peak": run.peak}
+                    name: pick_fields(run, "status", "overhead", "peak")
                     for name, run in heuristics.items()
                 },
             }
@@ -241,17 +242,9 @@ def record(
     program = read_log(log)
     peak = unlimited_peak(program)
     if json:
-        print_json(
-            {
-                "log": str(log),
-                "operators": len(program.ops),
-                "compute": program.compute,
-                "peak": peak,
-                "live_peak": recorder.live_peak,
-                "repeats": recorder.repeats,
-                "constant_bytes": program.constant_bytes,
-            }
-        )
+        fields = {"log": str(log), "operators": len(program.ops), "peak": peak}
+        fields |= pick_fields(program, "compute", "constant_bytes")
+        print_json({**fields, **pick_fields(recorder, "live_peak", "repeats")})
         return
     print(
         f"recorded {len(program.ops)} operators, {program.compute / 1e6:.1f} ms, "
