@@ -31,9 +31,8 @@ from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
 from gradkeep.capturing._rows import RowAlarms
 from gradkeep.capturing._storage import BatchMismatchError
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
-from gradkeep.farm._job import pickle_job
 from gradkeep.farm._run import count_workers, run_parts
-from gradkeep.farm._worker import worker_number
+from gradkeep.farm._worker import pickle_job, worker_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
