@@ -22,7 +22,6 @@ from gradkeep.store.blocks._columns import Batch, Ragged
 from gradkeep.store.blocks._schema import Array, Layer, Schema
 from gradkeep.store.blocks._schema import Encoding as Encoding
 from gradkeep.store.blocks._writer import Writer as Writer
-from gradkeep.store.blocks._writer import WriterShare as WriterShare
 from gradkeep.store.blocks._zarr import zarr_references, zarr_view
 from gradkeep.store.rows._rows import Lease as Lease
 from gradkeep.store.rows._rows import RowCounts as RowCounts

@@ -63,7 +63,7 @@ from gradkeep.store.blocks._manifest import (
     schema_key,
     segment_file,
 )
-from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
+from gradkeep.store.blocks._writer import Writer, ensure_schema
 from gradkeep.store.catalog._info import store_info
 from gradkeep.store.catalog._scan import block_addresses, folders, keys_below
 from gradkeep.store.catalog._sql import ensure_samples, samples_available, sql
@@ -302,7 +302,7 @@ class Store:
         schema: Schema,
         *,
         extend: bool = False,
-        share: WriterShare | None = None,
+        segments: range | None = None,
     ) -> Writer:
         """Open a writer for a block: a new one, or resumed where an earlier writer stopped.
 
@@ -310,7 +310,8 @@ class Store:
             key: The block to write.
             schema: Its arrays, size and fingerprints.
             extend: Add rows to a sealed block as its next version.
-            share: Segments of this process, if several processes write the same rows.
+            segments: Numbers of the segments of this process, if several processes write the block; such a
+                writer need not see earlier rows, and does not seal.
 
         Returns:
             A context manager that seals the block when it ends without an exception.
@@ -324,7 +325,7 @@ class Store:
             schema,
             durability=self.durability,
             extend=extend,
-            share=share,
+            segments=segments,
             on_seal=lambda manifest: self._derive(key, manifest),
         )
 
