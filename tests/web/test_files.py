@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gradkeep.web._responses import static_files
+from gradkeep.web._http import static_files
 
 
 def test_vendored_files_are_those_of_the_manifest_and_carry_licences():

@@ -45,7 +45,9 @@ class Command:
 
 
 COMMANDS = (
-    Command("demo", "_demo", "Plant wrong labels in real digits, find them, retrain without them."),
+    Command(
+        "demo", "_serve", "Plant wrong labels in real digits, find them, retrain without them."
+    ),
     Command("info", "_maintenance", "Show the contents of a store: runs, captures, layers, sizes."),
     Command("verify", "_maintenance", "Verify the checksums of every file of a store."),
     Command("sql", "_maintenance", "Query a store in SQL: samples, captures, scores, runs."),

@@ -1,4 +1,4 @@
-"""`gradkeep serve` and `report`: the local web UI, and the same in one HTML file."""
+"""`gradkeep demo`, `serve` and `report`: see it work, and look at a store in the browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
 from gradkeep._environment import install_hint
-from gradkeep.cli._inputs import input_file, load_object, load_recipe, output_file
+from gradkeep.cli._inputs import input_file, load_object, load_recipe, output_file, output_folder
 from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
 from gradkeep.errors import DataError, MissingExtraError, RematError, StoreError
 
@@ -126,3 +126,34 @@ def _load_preview(source: str) -> Any:
             expected="a gk.Preview, one for each split, or a function that returns either",
         )
     return preview
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(show_default="gradkeep-demo, or gradkeep-demo-text")
+    ] = None,
+    text: bool = False,
+    seeds: Annotated[int, typer.Option(min=1, max=1000)] = 5,
+) -> None:
+    """Train on real digits with wrong labels planted, find them, and retrain without them.
+
+    One mistake is explained by groups of rows, scores are held against models trained on random
+    halves, a network is trained in half of its memory, a writer is killed and resumed, and a bit is
+    flipped and found. With --text, false sentences are planted in documents, and found by what they
+    made a language model say. Every number is computed in this run.
+
+    Options:
+        out: Where the demo's store goes.
+        text: A small language model and its documents instead.
+        seeds: Retrainings that each accuracy is a mean of.
+    """
+    where = out or Path("gradkeep-demo-text" if text else "gradkeep-demo")
+    output_folder(where, error=StoreError)
+    if text:
+        from gradkeep.cli._demo_text import run_text_demo
+
+        run_text_demo(where)
+        return
+    from gradkeep.cli._demo_digits import run_digits_demo
+
+    run_digits_demo(where, seeds=seeds)

@@ -35,8 +35,8 @@ from gradkeep.web import _why_screen as why
 from gradkeep.web._background import BusyError
 from gradkeep.web._clusters_screen import show_clusters
 from gradkeep.web._guard import Access, BoundedProtocol, ConnectionLimits, ConnectionTable, Guard
+from gradkeep.web._http import error_problem, problem, static_files, to_json
 from gradkeep.web._memory_screen import HEURISTICS, show_budgets, show_timeline
-from gradkeep.web._responses import error_problem, problem, static_files, to_json
 from gradkeep.web._score_sources import score_sources
 from gradkeep.web._served import ANY_SPLIT, ServedStore, show_rows
 from gradkeep.web._store_screen import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep.errors import StoreError
-from gradkeep.web._parameters import Clusters, MapSource, Name  # noqa: TC001 - FastAPI reads them
+from gradkeep.web._http import Clusters, MapSource, Name  # noqa: TC001 - FastAPI reads them
 from gradkeep.web._score_sources import score_sources
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._display import pick_fields
 from gradkeep.errors import GradkeepError, RematError
-from gradkeep.web._parameters import LogName, Ratio  # noqa: TC001 - FastAPI reads them
-from gradkeep.web._responses import error_problem
+from gradkeep.web._http import LogName, Ratio, error_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,7 @@ from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.web._app import READS, serve_store
 from gradkeep.web._background import BusyError
-from gradkeep.web._parameters import Captures
-from gradkeep.web._responses import static_files, to_json
+from gradkeep.web._http import Captures, static_files, to_json
 
 if TYPE_CHECKING:
     import os

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradkeep._display import pick_fields
 from gradkeep.errors import GradkeepError
-from gradkeep.web._responses import error_problem
+from gradkeep.web._http import error_problem
 
 if TYPE_CHECKING:
     from gradkeep.evaluate import Evaluation

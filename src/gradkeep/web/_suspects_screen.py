@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gradkeep._display import pick_fields
 from gradkeep.errors import EvaluationError, StoreError
 from gradkeep.store import Decision, current_decisions
-from gradkeep.web._parameters import MAX_ROW, NAME_PATTERN, Count, Name, Start
-from gradkeep.web._responses import to_json
+from gradkeep.web._http import MAX_ROW, NAME_PATTERN, Count, Name, Start, to_json
 from gradkeep.web._served import row_views
 from gradkeep.web._store_screen import evaluation_view
 

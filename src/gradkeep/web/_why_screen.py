@@ -11,7 +11,7 @@ from fastapi import Depends
 from gradkeep._display import pick_fields
 from gradkeep.errors import GradkeepError, MissingRowsError
 from gradkeep.web._background import BusyError
-from gradkeep.web._parameters import (
+from gradkeep.web._http import (
     Captures,
     Count,
     Name,
@@ -22,8 +22,8 @@ from gradkeep.web._parameters import (
     Sources,
     Start,
     TopK,
+    error_problem,
 )
-from gradkeep.web._responses import error_problem
 from gradkeep.web._score_sources import compute_scores, default_source, find_source
 from gradkeep.web._served import RELABELED_SPLIT, row_views
 from gradkeep.web._store_screen import find_lds
