@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,14 +12,13 @@ import typer
 from gradkeep._display import pick_fields
 from gradkeep.cli._inputs import importing_from, input_file, input_folder, output_folder
 from gradkeep.cli._options import (
-    MAX_COUNT,
-    MAX_SECONDS,
     AddressOption,
     ClusterOption,
     EngineOption,
     JsonOption,
     ParameterOption,
     Positive,
+    Seconds,
     Share,
     StoreArgument,
     Whole,
@@ -29,40 +29,35 @@ from gradkeep.cli._options import (
 from gradkeep.errors import DatamodelsError, NotAStoreError
 
 if TYPE_CHECKING:
-    from gradkeep.farm._run import Failure, Outcome, Progress
+    from gradkeep.farm._run import Failure, Outcome
     from gradkeep.store import RowState, Store
 
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Set of models, if the store has several.")
 ]
-AttemptsOption = Annotated[
-    int, typer.Option("--attempts", min=1, max=MAX_COUNT, help="Attempts per model.")
-]
-MainOption = Annotated[str, typer.Option("--main", help="Module with main(*_, index, logdir).")]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        min=0,
-        max=MAX_SECONDS,
-        help="Time limit per model in seconds.",
-    ),
-]
-LeaseOption = Annotated[
-    float,
-    typer.Option(
-        "--lease",
-        min=0,
-        max=MAX_SECONDS,
-        help="Lease timeout in seconds.",
-    ),
-]
-RetryOption = Annotated[
-    bool, typer.Option("--retry-failed", help="Retry models that failed before.")
-]
-PassedArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="sys.argv of main.")
-]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How the models of a set are trained.
+
+    Options:
+        main: Module with main(*_, index, logdir).
+        arguments: sys.argv of main.
+        timeout: Time limit per model in seconds.
+        attempts: Attempts per model.
+        lease: Lease timeout in seconds.
+        retry_failed: Retry models that failed before.
+    """
+
+    main: str
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]")] = None
+    name: NameOption = None
+    timeout: Seconds | None = None
+    attempts: Positive = 3
+    lease: Seconds = 60.0
+    retry_failed: bool = False
+    json: JsonOption = False
 
 
 def init(
@@ -121,13 +116,14 @@ def init(
 def status(
     store: StoreArgument,
     name: NameOption = None,
-    attempts: AttemptsOption = 3,
+    attempts: Positive = 3,
     errors: Whole = 5,
     json: JsonOption = False,
 ) -> None:
     """Show finished, running and failed models, the reasons of failures, and the remaining time.
 
     Options:
+        attempts: Attempts per model.
         errors: Failures to show.
     """
     from gradkeep.datamodels.study import _contract as study
@@ -171,40 +167,23 @@ def export(
         print(f"{folder}: {done} models")
 
 
-def work(
-    store: StoreArgument,
-    main: MainOption,
-    arguments: PassedArgument = None,
-    name: NameOption = None,
-    timeout: TimeoutOption = None,
-    attempts: AttemptsOption = 3,
-    lease: LeaseOption = 60.0,
-    retry_failed: RetryOption = False,
-    json: JsonOption = False,
-) -> None:
+def work(store: StoreArgument, *, training: TrainingOptions) -> None:
     """Run one worker that trains models until none is left; start any number of them.
 
     An interrupted worker releases its model. Exit code 3 if models failed.
     """
-    limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
-    _run(store, main, arguments, name, limits, {"workers": 1}, retry=retry_failed, as_json=json)
+    _run(store, training, {"workers": 1})
 
 
 def run(
     store: StoreArgument,
-    main: MainOption,
-    arguments: PassedArgument = None,
-    name: NameOption = None,
     workers: Annotated[int | None, typer.Option(min=0, max=100_000)] = None,
     engine: EngineOption = "local",
     address: AddressOption = None,
     cluster: ClusterOption = None,
     parameter: ParameterOption = None,
-    timeout: TimeoutOption = None,
-    attempts: AttemptsOption = 3,
-    lease: LeaseOption = 60.0,
-    retry_failed: RetryOption = False,
-    json: JsonOption = False,
+    *,
+    training: TrainingOptions,
 ) -> None:
     """Train all unfinished models, with workers on this machine or on a cluster.
 
@@ -213,47 +192,33 @@ def run(
     Options:
         workers: Processes; default: one per core.
     """
-    place = WorkerOptions(workers, engine, address, cluster, parameter).arguments()
-    limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
-    _run(store, main, arguments, name, limits, place, retry=retry_failed, as_json=json)
+    place = WorkerOptions(workers, engine, address, cluster, parameter)
+    _run(store, training, place.arguments())
 
 
-def _run(
-    store: str,
-    main: str,
-    arguments: list[str] | None,
-    name: str | None,
-    limits: dict[str, Any],
-    place: dict[str, Any],
-    *,
-    retry: bool,
-    as_json: bool,
-) -> None:
+def _run(store: str, training: TrainingOptions, place: dict[str, Any]) -> None:
     from gradkeep._display import progress
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels.study import _contract as study
 
     opened = open_models(store)
-    if retry:
-        study.models_of(opened, name).retry()
-    passed = [main, *(arguments or [])]
+    if training.retry_failed:
+        study.models_of(opened, training.name).retry()
     # Modules of the current directory can be imported, as with `python -m`.
     with importing_from(""), progress("training", "models") as update:
-
-        def report(state: Progress) -> None:
-            update(state.done, state.total)
-
         outcome = study.work(
             opened,
-            main,
-            name=name,
-            arguments=passed,
-            progress=report,
+            training.main,
+            name=training.name,
+            arguments=[training.main, *(training.arguments or [])],
+            progress=lambda state: update(state.done, state.total),
             aliases=OLD_NAME,
-            **limits,
+            timeout=training.timeout,
+            max_attempts=training.attempts,
+            lease_seconds=training.lease,
             **place,
         )
-    _report(outcome, as_json=as_json)
+    _report(outcome, as_json=training.json)
     if not outcome.complete:
         raise typer.Exit(3)
 

@@ -255,7 +255,7 @@ def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Data
 
 def _one_set(remove: list[str] | None) -> list[int]:
     if remove is None or len(remove) != 1:
-        raise missing_option(DatamodelsError, "one set of examples", "--remove 0,3,7")
+        raise missing_option(DatamodelsError, "one --remove", "--remove 0,3,7")
     return parse_numbers("remove", remove[0], error=DatamodelsError)
 
 

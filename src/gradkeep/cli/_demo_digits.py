@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     States = Mapping[str, dict[str, torch.Tensor]]
 
 
+SUBSETS, SEEDS = 40, 2
 METHODS = ("kernel", "trak", "tracin", "random")
 """Ours, its strongest peer here, the simplest one, and none at all."""
 
@@ -58,7 +59,7 @@ def hold_against_retraining(
 ) -> None:
     """Train on random halves, and see how well each method predicted what these models say."""
     began = time.perf_counter()
-    truth = ground_truth(store, recipe, subsets=40, seeds=2, workers=0)
+    truth = ground_truth(store, recipe, subsets=SUBSETS, seeds=SEEDS, workers=0)
     took = time.perf_counter() - began
     report(
         f"studied    {len(truth.masks)} random halves x {truth.seeds} seeds trained in {took:.1f} s; half of them "

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 MAX_COUNT = 2**31 - 1
 MAX_WORKERS = 1024
 """More processes than this on one machine are a typing error."""
-MAX_SECONDS = 10 * 365 * 86400.0
 
 Positive = Annotated[int, typer.Option(min=1, max=MAX_COUNT)]
 Whole = Annotated[int, typer.Option(min=0, max=MAX_COUNT)]
+Seconds = Annotated[float, typer.Option(min=0, max=10 * 365 * 86400.0)]
 Share = Annotated[float, typer.Option(min=0, max=1)]
 Bytes = Annotated[str, typer.Option(metavar="BYTES")]
 
@@ -236,12 +236,12 @@ def typer_command(command: Callable[..., Any]) -> Callable[..., Any]:
             continue
         groups[name] = group = parameter.annotation
         hints = get_type_hints(group, include_extras=True)
+        _, helps_of_group = _split_docstring(group)
         for field in dataclasses.fields(group):
-            hint = _typer_hint(field.name, hints[field.name], None)
+            hint = _typer_hint(field.name, hints[field.name], helps_of_group.get(field.name))
+            default = parameter.empty if field.default is dataclasses.MISSING else field.default
             kind = parameter.KEYWORD_ONLY
-            parameters.append(
-                inspect.Parameter(field.name, kind, default=field.default, annotation=hint)
-            )
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=hint))
 
     @functools.wraps(command)
     def call(**options: Any) -> Any:
@@ -256,7 +256,7 @@ def typer_command(command: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _split_docstring(command: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _split_docstring(command: Any) -> tuple[str, dict[str, str]]:
     """Return the docstring without its section `Options:`, and the text of each argument."""
     text, _, arguments = inspect.cleandoc(command.__doc__ or "").partition("\n\nOptions:\n")
     pairs = (line.partition(": ") for line in arguments.splitlines())
