@@ -15,7 +15,7 @@ import pytest
 import gradkeep
 from gradkeep.cli._app import COMMANDS, GROUPS
 from gradkeep.remat.simulator import _heuristics
-from gradkeep.store.backends import _schemes
+from gradkeep.store.backends import _backend
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -181,7 +181,7 @@ def _registries(monkeypatch):
     """Heuristics and schemes stay registered for the life of a process: not for other tests, though."""
     monkeypatch.setattr(_heuristics, "_registry", {**_heuristics._registry})
     monkeypatch.setattr(_heuristics, "_own", {*_heuristics._own})
-    monkeypatch.setattr(_schemes, "_factories", {**_schemes._factories})
+    monkeypatch.setattr(_backend, "_factories", {**_backend._factories})
 
 
 @pytest.mark.usefixtures("_registries")

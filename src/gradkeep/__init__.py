@@ -79,58 +79,35 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = (
-    "compat",
-    "data",
-    "datamodels",
-    "errors",
-    "evaluate",
-    "farm",
-    "integrations",
-    "query",
-    "remat",
-    "store",
-)
-_MODULES = {
-    "CaptureWarning": "gradkeep.capturing._report",
-    "Captured": "gradkeep.capturing._report",
-    "Classification": "gradkeep.capturing.tasks._tasks",
-    "GradkeepError": "gradkeep.errors",
-    "Keep": "gradkeep.capturing._first_batch",
-    "LanguageModeling": "gradkeep.capturing.tasks._language",
-    "LayerGradients": "gradkeep.capturing.rules._layers",
-    "LayerRule": "gradkeep.capturing.rules._rules",
-    "Measured": "gradkeep.capturing.tasks._tasks",
-    "Method": "gradkeep.attribution._question",
-    "Preview": "gradkeep._preview",
-    "Projection": "gradkeep.curvature._sketches",
-    "Regression": "gradkeep.capturing.tasks._tasks",
-    "Scorer": "gradkeep.attribution._question",
-    "Scores": "gradkeep.attribution._scores",
-    "Store": "gradkeep.store",
-    "Task": "gradkeep.capturing.tasks._tasks",
-    "Weights": "gradkeep.capturing._weights",
-    "attribute": "gradkeep.attribution._attribute",
-    "attribute_once": "gradkeep.attribution._attribute_once",
-    "attribute_tokens": "gradkeep.attribution._tokens",
-    "capture": "gradkeep.capturing._capture",
-    "combine": "gradkeep.attribution._scores",
-    "completions": "gradkeep.capturing.tasks._language",
-    "gradients": "gradkeep.query",
-    "groups": "gradkeep.evaluate._groups",
-    "layers": "gradkeep.capturing._report",
-    "memory_budget": "gradkeep.remat",
-    "methods": "gradkeep.attribution._registry",
-    "open": "gradkeep.store",
-    "plan": "gradkeep.capturing._plan",
-    "project": "gradkeep.curvature._project",
-    "read_adam": "gradkeep.capturing._weights",
-    "recording": "gradkeep.capturing._recording",
-    "register_layer_rule": "gradkeep.capturing.rules._rules",
-    "register_method": "gradkeep.attribution._registry",
-    "show": "gradkeep.attribution._show",
-    "suspects": "gradkeep.attribution._suspects",
-    "text_similarity": "gradkeep.attribution._text_similarity",
+_SUBPACKAGES = "compat data datamodels errors evaluate farm integrations query remat store"
+_NAMES_OF_MODULES = {
+    "_preview": "Preview",
+    "attribution._attribute": "attribute",
+    "attribution._attribute_once": "attribute_once",
+    "attribution._question": "Method Scorer",
+    "attribution._registry": "methods register_method",
+    "attribution._scores": "Scores combine",
+    "attribution._show": "show",
+    "attribution._suspects": "suspects",
+    "attribution._text_similarity": "text_similarity",
+    "attribution._tokens": "attribute_tokens",
+    "capturing._capture": "capture",
+    "capturing._first_batch": "Keep",
+    "capturing._plan": "plan",
+    "capturing._recording": "recording",
+    "capturing._report": "CaptureWarning Captured layers",
+    "capturing._weights": "Weights read_adam",
+    "capturing.rules._layers": "LayerGradients",
+    "capturing.rules._rules": "LayerRule register_layer_rule",
+    "capturing.tasks._language": "LanguageModeling completions",
+    "capturing.tasks._tasks": "Classification Measured Regression Task",
+    "curvature._project": "project",
+    "curvature._sketches": "Projection",
+    "errors": "GradkeepError",
+    "evaluate._groups": "groups",
+    "query": "gradients",
+    "remat": "memory_budget",
+    "store": "Store open",
 }
 
 __all__ = [
@@ -184,7 +161,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
-        {name: f"gradkeep.{name}" for name in _SUBPACKAGES} | _MODULES,
+        {name: f"gradkeep.{name}" for name in _SUBPACKAGES.split()}
+        | {n: f"gradkeep.{m}" for m, names in _NAMES_OF_MODULES.items() for n in names.split()},
     )
 
 

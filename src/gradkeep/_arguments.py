@@ -16,14 +16,16 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
 
     from gradkeep.errors import GradkeepError
+
+    Error = type[GradkeepError]
 
 
 LARGEST = 2**63 - 1
@@ -31,17 +33,8 @@ LARGEST = 2**63 - 1
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MAX_REPR = 80
 
-
-def count(
-    name: str,
-    value: object,
-    *,
-    error: type[GradkeepError],
-    least: int = 0,
-    most: int = LARGEST,
-) -> int:
+def count(name: str, value: object, *, error: Error, least: int = 0, most: int = LARGEST) -> int:
     """Validate a whole number from `least` to `most`; numpy and tensor integers pass, floats and bools do not.
 
     >>> from gradkeep.errors import QueryError
@@ -51,26 +44,20 @@ def count(
     Traceback (most recent call last):
     gradkeep.errors.QueryError: rows must be a whole number of at least 0, got 2.5
     """
-    expected = _range("a whole number", least, None if most == LARGEST else most)
-    if type(value).__name__ in ("bool", "bool_") or not isinstance(value, SupportsIndex):
+    if not _fits(value, int) or not least <= operator.index(value) <= most:  # type: ignore[arg-type]
+        expected = _range("a whole number", least, math.inf if most == LARGEST else most)
         raise argument_error(name, value, error=error, expected=expected)
-    try:
-        result = operator.index(value)
-    except Exception:  # an array or tensor that is not one whole number
-        raise argument_error(name, value, error=error, expected=expected) from None
-    if not least <= result <= most:
-        raise argument_error(name, value, error=error, expected=expected)
-    return result
+    return operator.index(value)  # type: ignore[arg-type]
 
 
 def number(
     name: str,
-    value: object,
+    value: Any,
     *,
-    error: type[GradkeepError],
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
+    error: Error,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
 ) -> float:
     """Validate a finite number in a range: from `least`, or above `above`, to `most`.
 
@@ -81,34 +68,24 @@ def number(
     Traceback (most recent call last):
     gradkeep.errors.QueryError: damping must be a finite number above 0, got nan
     """
-    expected = _range("a finite number", least, most, above=above)
-    invalid = argument_error(name, value, error=error, expected=expected)
-    if isinstance(value, str | bytes) or type(value).__name__ in ("bool", "bool_"):
-        raise invalid
     try:
-        result = float(value)  # type: ignore[arg-type]
+        result = math.nan if isinstance(value, str | bytes) or _is_bool(value) else float(value)
     except Exception:  # no number, an array of several, an int beyond all floats
-        raise invalid from None
-    if (
-        not math.isfinite(result)
-        or (least is not None and result < least)
-        or (above is not None and result <= above)
-        or (most is not None and result > most)
-    ):
-        raise invalid
+        result = math.nan
+    if not math.isfinite(result) or result <= above or not least <= result <= most:
+        expected = _range("a finite number", least, most, above=above)
+        raise argument_error(name, value, error=error, expected=expected)
     return result
 
 
-def flag(name: str, value: object, *, error: type[GradkeepError]) -> bool:
-    """Validate a bool; truthy values such as `"no"` are argument_error."""
-    if type(value).__name__ not in ("bool", "bool_"):
+def flag(name: str, value: object, *, error: Error) -> bool:
+    """Validate a bool; truthy values such as `"no"` are refused."""
+    if not _is_bool(value):
         raise argument_error(name, value, error=error, expected="True or False")
     return bool(value)
 
 
-def text(
-    name: str, value: object, *, error: type[GradkeepError], expected: str = "some text"
-) -> str:
+def text(name: str, value: object, *, error: Error, expected: str = "some text") -> str:
     """Validate a non-empty string without NUL or lone surrogates.
 
     >>> from gradkeep.errors import QueryError
@@ -120,7 +97,7 @@ def text(
     return value
 
 
-def texts(name: str, value: object, *, error: type[GradkeepError]) -> tuple[str, ...]:
+def texts(name: str, value: object, *, error: Error) -> tuple[str, ...]:
     """Validate one string or several and return a tuple.
 
     >>> from gradkeep.errors import QueryError
@@ -133,7 +110,7 @@ def texts(name: str, value: object, *, error: type[GradkeepError]) -> tuple[str,
     return tuple(text(name, item, error=error) for item in items)
 
 
-def one_of(name: str, value: object, words: Iterable[T], *, error: type[GradkeepError]) -> T:
+def one_of(name: str, value: object, words: Iterable[T], *, error: Error) -> T:
     """Validate a choice; the message lists the choices and suggests the nearest.
 
     >>> from gradkeep.errors import QueryError
@@ -146,12 +123,10 @@ def one_of(name: str, value: object, words: Iterable[T], *, error: type[Gradkeep
     for word in known:
         if type(value) is type(word) and value == word:
             return word
-    choices = [repr(word) for word in known]
-    listed = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+    *others, last = (repr(word) for word in known)
+    listed = f"{', '.join(others)} or {last}" if others else last
     spelt = [word for word in known if isinstance(word, str)]
-    near = (
-        difflib.get_close_matches(value[:_MAX_REPR], spelt, n=1) if isinstance(value, str) else []
-    )
+    near = difflib.get_close_matches(value[:80], spelt, n=1) if isinstance(value, str) else []
     fix = f"Did you mean {near[0]!r}?" if near else None
     raise argument_error(name, value, error=error, expected=listed, fix=fix)
 
@@ -161,50 +136,37 @@ def instance(
     value: object,
     kind: type[T] | tuple[type[T], ...],
     *,
-    error: type[GradkeepError],
+    error: Error,
     expected: str | None = None,
 ) -> T:
     """Validate an instance of a class, or of one of several."""
-    kinds: tuple[type[Any], ...] = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, kinds):
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
         names = expected or " or ".join(one.__name__ for one in kinds)
         raise argument_error(name, value, error=error, expected=names)
-    result: T = value
-    return result
+    return value
 
 
-def function(name: str, value: T, *, error: type[GradkeepError], expected: str = "a function") -> T:
+def function(name: str, value: T, *, error: Error, expected: str = "a function") -> T:
     """Validate a callable."""
     if not callable(value):
         raise argument_error(name, value, error=error, expected=expected)
     return value
 
 
-def file_path(name: str, value: object, *, error: type[GradkeepError]) -> str:
+def file_path(name: str, value: Any, *, error: Error) -> str:
     """Validate a path and return it as a string; the file need not exist."""
-    expected = "a path"
-    try:
-        result = os.fspath(value)  # type: ignore[call-overload]
-    except TypeError:
-        raise argument_error(name, value, error=error, expected=expected) from None
-    if not isinstance(result, str) or not result or "\0" in result:
-        raise argument_error(name, value, error=error, expected=expected)
-    try:
-        os.fsencode(result)
-    except UnicodeError:
-        raise argument_error(name, value, error=error, expected=expected) from None
+    path = os.fspath(value) if hasattr(value, "__fspath__") else value
+    if not _names_a_file(path):
+        raise argument_error(name, value, error=error, expected="a path")
+    result: str = path
     return result
 
 
 def whole_numbers(
-    name: str,
-    values: object,
-    *,
-    error: type[GradkeepError],
-    least: int = 0,
-    most: int = LARGEST,
+    name: str, values: object, *, error: Error, least: int = 0, most: int = LARGEST
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Validate a list of whole numbers and return int64 `[n]`; floats are argument_error, not truncated.
+    """Validate a list of whole numbers and return int64 `[n]`; floats are refused, not truncated.
 
     >>> from gradkeep.errors import QueryError
     >>> whole_numbers("ids", [3, 1], error=QueryError).tolist()
@@ -215,20 +177,21 @@ def whole_numbers(
     """
     import numpy as np
 
-    expected = _range("a list of whole numbers", least, None if most == LARGEST else most)
-    invalid = argument_error(name, values, error=error, expected=expected)
-    if isinstance(values, str | bytes | dict | set | frozenset):
-        raise invalid
-    if isinstance(values, list | tuple) and any(isinstance(item, bool) for item in values):
-        raise invalid  # numpy converts True to 1 beside other numbers
     try:
         result = np.asarray(values)
     except Exception:
-        raise invalid from None
-    if result.ndim != 1 or (result.size and result.dtype.kind not in "iu"):
-        raise invalid
-    if result.size and not (least <= int(result.min()) and int(result.max()) <= most):
-        raise invalid
+        result = np.asarray("")
+    # numpy converts True to 1 beside other numbers.
+    bools = isinstance(values, list | tuple) and any(isinstance(item, bool) for item in values)
+    is_list = result.ndim == 1 and not isinstance(values, str | bytes | dict | set | frozenset)
+    if (
+        not is_list
+        or bools
+        or (result.size and result.dtype.kind not in "iu")
+        or (result.size and not (least <= int(result.min()) and int(result.max()) <= most))
+    ):
+        expected = _range("a list of whole numbers", least, math.inf if most == LARGEST else most)
+        raise argument_error(name, values, error=error, expected=expected)
     return result.astype(np.int64)
 
 
@@ -236,13 +199,13 @@ def array(
     name: str,
     values: Any,
     *,
-    error: type[GradkeepError],
+    error: Error,
     kinds: str = "biuf",
     expected: str = "an array of numbers",
     shape: tuple[int | str, ...] | None = None,
     code: str | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Convert an array, tensor or list to a numeric numpy array; object arrays are argument_error.
+    """Convert an array, tensor or list to a numeric numpy array; object arrays are refused.
 
     With a `shape`, another one is an error with this `code`; names stand for any length.
 
@@ -264,7 +227,6 @@ def array(
         result = np.asarray(values.numpy() if hasattr(values, "numpy") else values)
     except Exception:
         result = None
-    # Built only on failure: representing an array takes longer than checking it.
     if result is None or result.dtype.kind not in kinds:
         raise argument_error(name, original, error=error, expected=expected)
     if shape is not None and (
@@ -282,34 +244,25 @@ def writable(value: str) -> bool:
     >>> writable("train"), writable("a" + chr(0)), writable(chr(0xD800))
     (True, False, False)
     """
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in value
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def short_repr(value: object) -> str:
-    """Represent a value on one short line, even if its own `repr` fails.
+    """Represent a value on one line of at most 80 characters, even if its own `repr` fails.
 
     >>> short_repr("train"), short_repr("a" * 200)[-6:]
     ("'train'", ' (...)')
     """
     try:
-        line = repr(value[: 2 * _MAX_REPR] if isinstance(value, str | bytes) else value)
+        line = repr(value[:160] if isinstance(value, str | bytes) else value)
     except Exception:
         line = f"<{type(value).__name__}>"
     line = " ".join(line.encode("utf-8", "backslashreplace").decode().split())
-    return line if len(line) <= _MAX_REPR else f"{line[: _MAX_REPR - 6]} (...)"
+    return line if len(line) <= 80 else f"{line[:74]} (...)"
 
 
 def argument_error(
-    name: str,
-    value: object,
-    *,
-    error: type[GradkeepError],
-    expected: str,
-    fix: str | None = None,
+    name: str, value: object, *, error: Error, expected: str, fix: str | None = None
 ) -> GradkeepError:
     """Build the error for an argument of a wrong type or value."""
     message = f"{name} must be {expected}, got {short_repr(value)}"
@@ -326,23 +279,16 @@ def optional(check: Callable[..., T], name: str, value: object, **limits: Any) -
     return None if value is None else check(name, value, **limits)
 
 
-def _range(what: str, least: float | None, most: float | None, above: float | None = None) -> str:
-    if above is not None:
-        low = f"above {above:g}"
-    else:
-        low = "" if least is None else f"of at least {least:g}"
-    if most is None:
-        return f"{what} {low}".rstrip()
-    if not low:
-        return f"{what} of at most {most:g}"
-    if above is None and least is not None:
+def _range(what: str, least: float, most: float, above: float = -math.inf) -> str:
+    if above == -math.inf and -math.inf < least and most < math.inf:
         return f"{what} from {least:g} to {most:g}"
-    return f"{what} {low} and at most {most:g}"
+    low = f" above {above:g}" if above > -math.inf else ""
+    low = low or (f" of at least {least:g}" if least > -math.inf else "")
+    high = f" and at most {most:g}" if low else f" of at most {most:g}"
+    return what + low + (high if most < math.inf else "")
 
 
-def file_to_write(
-    path: str | os.PathLike[str], *, error: type[GradkeepError]
-) -> str | os.PathLike[str]:
+def file_to_write(path: str | os.PathLike[str], *, error: Error) -> str | os.PathLike[str]:
     """Validate an output path: a regular file or nothing, never a device, pipe or folder.
 
     >>> from gradkeep.errors import StoreError
@@ -360,16 +306,10 @@ def file_to_write(
     return path
 
 
-_BUDGETS = ("memory_budget", "budget")
-"""Parameters with their own parser in `_budgets.py`."""
-_MAX_CHECKED_ITEMS = 1000
-"""Items of a sequence that are checked; the reader checks the rest."""
-
-
-def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def checked(error: Error, **fixes: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function to validate its arguments by their annotations.
 
-    `fixes` maps parameter names to the advice added to the error.
+    Budgets have their own parser. `fixes` maps parameter names to the advice added to the error.
 
     >>> from gradkeep.errors import QueryError
     >>> @checked(QueryError)
@@ -383,26 +323,22 @@ def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
         named = {
-            name: parameter.annotation
-            for name, parameter in signature.parameters.items()
-            if parameter.annotation is not inspect.Parameter.empty
-            and name not in _BUDGETS
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            name: parameter
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
-        places = list(signature.parameters)
-        defaults = {name: one.default for name, one in signature.parameters.items()}
-        plain = inspect.unwrap(function)
+        home = inspect.unwrap(function).__globals__
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            values = {**dict(zip(places, args, strict=False)), **kwargs}
-            for name, annotation in named.items():
+            for name, value in (*zip(named, args, strict=False), *kwargs.items()):
+                parameter = named.get(name)
                 # A default always passes, such as a limit of infinity.
-                if name in values and not _is_default(values[name], defaults[name]):
-                    home = plain.__globals__
-                    _check(name, values[name], annotation, home, error, fixes.get(name))
+                if parameter is None or value is parameter.default:
+                    continue
+                if name not in ("memory_budget", "budget"):
+                    _check(name, value, parameter.annotation, home, error, fixes.get(name))
             return function(*args, **kwargs)
 
         return call
@@ -410,13 +346,7 @@ def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T
     return decorate
 
 
-def _is_default(value: object, default: object) -> bool:
-    return value is default or (
-        type(value) is float and type(default) is float and value == default
-    )
-
-
-def check_fields(record: Any, error: type[GradkeepError]) -> None:
+def check_fields(record: Any, error: Error) -> None:
     """Validate the fields of a dataclass; call it in `__post_init__`."""
     home = vars(sys.modules[type(record).__module__])
     for field in record.__dataclass_fields__.values():
@@ -428,67 +358,60 @@ def _check(
     name: str,
     value: object,
     annotation: Any,
-    home: dict[str, Any],
-    error: type[GradkeepError],
+    home: Mapping[str, Any],
+    error: Error,
     fix: str | None = None,
 ) -> None:
-    hint = _resolved(annotation, home) if isinstance(annotation, str) else annotation
+    hint = _resolve(annotation, home)
     if not _fits(value, hint):
         expected = " or ".join(_words(hint))
         raise argument_error(name, value, error=error, expected=expected, fix=fix)
 
 
 class _Names(dict[str, Any]):
-    """Namespace for evaluating annotations: builtins, typing and every loaded gradkeep module."""
+    """Names of a module, and those that it imports for type checkers only, from loaded modules."""
 
-    complete: bool = True
+    complete = True
+    """False if a name was not found: its module may be loaded later."""
 
     def __missing__(self, name: str) -> Any:
-        if name == "os":
-            return os
-        for place in (builtins, typing, collections.abc):
+        for place in (builtins, collections.abc, typing):
             if hasattr(place, name):
                 return getattr(place, name)
-        result = {
-            id(held): held
-            for module_name, module in list(sys.modules.items())
-            if module_name.startswith("gradkeep.")
-            and (held := vars(module).get(name)) is not None
-            and held is not Any
-        }
-        if not result:
-            self.complete = False  # its module may be loaded later
-            return Any
+        loaded = [m for key, m in sys.modules.copy().items() if key.startswith("gradkeep.")]
+        types_of_name = [vars(m)[name] for m in loaded if vars(m).get(name, Any) is not Any]
+        self.complete &= bool(types_of_name)
         try:
             # Two modules may use one name for two types.
-            return functools.reduce(operator.or_, result.values())
-        except TypeError:  # a name that is no type somewhere
-            return Any
+            return functools.reduce(operator.or_, types_of_name) if types_of_name else Any
+        except TypeError:
+            return types_of_name[0]  # a module, such as numpy
 
 
-_resolved_annotations: dict[tuple[str, int], Any] = {}
+_resolved: dict[tuple[str, int], Any] = {}
 """Evaluated annotations by text and module."""
 
 
-def _resolved(annotation: str, home: dict[str, Any]) -> Any:
+def _resolve(annotation: Any, home: Mapping[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return Any if annotation is inspect.Parameter.empty else annotation
     key = (annotation, id(home))
-    if key in _resolved_annotations:
-        return _resolved_annotations[key]
+    if key in _resolved:
+        return _resolved[key]
     names = _Names(home)
     try:
-        result = eval(annotation, {"__builtins__": {}}, names)
-    except Exception:  # a name inside of a package that is not loaded
+        hint = eval(annotation, {"__builtins__": {}}, names)
+    except Exception:  # a name inside of a module that is not loaded
         return Any
-    if names.complete:  # else its module may be loaded later
-        _resolved_annotations[key] = result
-    return result
+    if names.complete:
+        _resolved[key] = hint
+    return hint
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
+    """Return True if a value may be passed where this type is expected."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, str):
-        return True
-    if hint is Any or hint is object or isinstance(hint, TypeVar):
+    if hint is Any or hint is object or isinstance(hint, str | TypeVar):
         return True
     if hint is None or hint is type(None):
         return value is None
@@ -496,45 +419,55 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, one) for one in inner)
     if origin is typing.Literal:
         return any(type(value) is type(word) and value == word for word in inner)
-    if origin is None:
-        return _is_plain(value, hint)
-    return _is_made_of(value, origin, inner)
-
-
-def _is_plain(value: object, hint: Any) -> bool:
-    is_bool = type(value).__name__ in ("bool", "bool_")
     if hint is bool:
-        return is_bool
-    if hint is int and type(value) is int:  # a fast path: protocol checks are slow
-        return _is_whole(value)
+        return _is_bool(value)
     if hint is int:
-        return not is_bool and isinstance(value, SupportsIndex) and _is_whole(value)
+        return (type(value) is int and abs(value) <= LARGEST) or _is_whole(value)
     if hint is float:
-        return not is_bool and isinstance(value, numbers.Real) and _is_finite(value)
+        return not _is_bool(value) and isinstance(value, numbers.Real) and _is_finite(value)
     if hint is str:
         return isinstance(value, str) and writable(value)
-    return _is_instance(value, hint)
-
-
-def _is_instance(value: object, kind: Any) -> bool:
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin is os.PathLike:
+        return hasattr(value, "__fspath__") or _names_a_file(value)
+    if getattr(origin, "__name__", "") == "ndarray":
+        # Lists and tensors are converted to arrays later, which checks their items.
+        return isinstance(value, list | tuple) or hasattr(value, "__array__")
+    if origin is collections.abc.Iterable:
+        return hasattr(value, "__iter__") and not isinstance(value, str | bytes)
+    if origin is collections.abc.Sequence:
+        # Arrays and tensors are not registered as Sequence; zero-dimensional ones are refused.
+        sized = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | dict | set)
+        return sized and _items_fit(value, inner[0])
+    if origin is tuple and inner[1:] == (...,):
+        return isinstance(value, tuple) and _items_fit(value, inner[0])
+    kind = origin or hint
     # Protocols are structural: using the value shows whether it fits.
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     return isinstance(value, kind)
 
 
-def _names_a_file(value: object) -> bool:
-    """Return True if the text can be a file name on this system."""
+def _items_fit(values: Any, hint: Any) -> bool:
+    """Check the first thousand items; the reader checks the rest."""
     try:
-        return isinstance(value, str) and "\0" not in value and bool(os.fsencode(value))
-    except UnicodeError:
+        items = [values[place] for place in range(min(len(values), 1000))]
+    except Exception:
         return False
+    if hint is str:  # content may hold any character
+        return all(isinstance(item, str) for item in items)
+    return all(_fits(item, hint) for item in items)
 
 
-def _is_whole(value: SupportsIndex) -> bool:
+def _is_bool(value: object) -> bool:
+    return type(value).__name__ in ("bool", "bool_")
+
+
+def _is_whole(value: Any) -> bool:
     try:
-        return -LARGEST <= value.__index__() <= LARGEST
-    except Exception:  # an array or tensor of several
+        return not _is_bool(value) and -LARGEST - 1 <= operator.index(value) <= LARGEST
+    except Exception:  # a float, an array or a tensor of several
         return False
 
 
@@ -545,66 +478,32 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
-    if origin is collections.abc.Callable:
-        return callable(value)
-    if origin is os.PathLike:
-        return hasattr(value, "__fspath__") or _names_a_file(value)
-    if origin is type:
-        return isinstance(value, type)
-    if origin in (list, tuple, set, frozenset, dict, collections.abc.Mapping):
-        several = origin is tuple and len(inner) == 2 and inner[1] is ...
-        if not several or not isinstance(value, tuple):
-            return isinstance(value, origin)
-        if inner[0] is str:  # content may hold any character
-            return all(isinstance(item, str) for item in value[:_MAX_CHECKED_ITEMS])
-        return all(_fits(item, inner[0]) for item in value[:_MAX_CHECKED_ITEMS])
-    if getattr(origin, "__name__", "") == "ndarray":
-        # Lists and tensors are converted to arrays later, which checks their items.
-        return isinstance(value, list | tuple) or hasattr(value, "__array__")
-    if origin is collections.abc.Iterable:
-        return hasattr(value, "__iter__") and not isinstance(value, str | bytes)
-    if origin is collections.abc.Sequence:
-        # Arrays and tensors are not registered as Sequence; zero-dimensional ones are argument_error.
-        if isinstance(value, str | bytes | dict | set) or not hasattr(value, "__getitem__"):
-            return False
-        try:
-            items = [value[place] for place in range(min(len(value), _MAX_CHECKED_ITEMS))]
-        except Exception:
-            return False
-        if inner[0] is str:  # content may hold any character
-            return all(isinstance(item, str) for item in items)
-        return all(_fits(item, inner[0]) for item in items)
-    return _is_instance(value, origin)
-
-
-_TYPE_NAMES = {
-    int: "a whole number",
-    float: "a finite number",
-    str: "some text",
-    bool: "True or False",
-}
-
-_PLURALS = {int: "whole numbers", float: "finite numbers", str: "texts"}
+def _names_a_file(value: object) -> bool:
+    """Return True if the text can be a file name on this system."""
+    try:
+        return isinstance(value, str) and "\0" not in value and bool(os.fsencode(value))
+    except UnicodeError:
+        return False
 
 
 def _words(hint: Any) -> Iterator[str]:
     """Yield the accepted types in plain words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    plain = {int: "a whole number", float: "a finite number", str: "some text", None: "None"}
+    plain[bool] = "True or False"
     if origin in (typing.Union, types.UnionType):
         for one in inner:
             yield from _words(one)
     elif origin is typing.Literal:
         yield from (repr(word) for word in inner)
-    elif hint in _TYPE_NAMES:
-        yield _TYPE_NAMES[hint]
     elif origin is collections.abc.Sequence:
-        yield f"a list of {_PLURALS.get(inner[0]) or ' or '.join(_words(inner[0]))}"
+        plurals = {int: "whole numbers", float: "finite numbers", str: "texts"}
+        yield f"a list of {plurals.get(inner[0]) or ' or '.join(_words(inner[0]))}"
     elif origin is collections.abc.Callable:
         yield "a function"
     elif origin is os.PathLike:
         yield "a path"
-    elif hint is None or hint is type(None):
-        yield "None"
+    elif hint is type(None) or (origin is None and hint in plain):
+        yield plain.get(hint, "None")
     else:
         yield getattr(origin or hint, "__name__", str(hint))

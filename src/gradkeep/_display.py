@@ -159,38 +159,13 @@ class TextDisplay:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-class ShownBlock(Protocol):
-    """Fields of a block of rows that are shown; `store.catalog.BlockFacts` has them."""
+def pick_fields(value: object, *names: str) -> dict[str, Any]:
+    """Return some attributes of an object by name.
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def version(self) -> int | None: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def num_rows(self) -> int | None: ...
-    @property
-    def unsealed_rows(self) -> int: ...
-
-
-def describe_rows(block: ShownBlock) -> str:
-    """Describe how many rows there are, of how many, and how many are not sealed."""
-    text = f"{block.rows}"
-    if block.num_rows is not None and block.num_rows != block.rows:
-        text += f" of {block.num_rows}"
-    return f"{text} + {block.unsealed_rows} open" if block.unsealed_rows else text
-
-
-def describe_state(block: ShownBlock) -> str:
-    """Describe the state of a block."""
-    if block.state == "sealed" and block.kind != "rows":
-        return f"sealed, version {block.version}" if block.version else "sealed"
-    if block.kind == "rows" and block.state != "unreadable":
-        return "complete" if block.rows == block.num_rows else "open"
-    return block.state
+    >>> pick_fields(1j, "real", "imag")
+    {'real': 0.0, 'imag': 1.0}
+    """
+    return {name: getattr(value, name) for name in names}
 
 
 def to_json_types(value: Any) -> Any:
@@ -213,9 +188,6 @@ def to_json_types(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json_types(item) for item in value]
     return value.hex() if isinstance(value, bytes) else str(value)
-
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressReport(Protocol):
@@ -253,7 +225,7 @@ def _lines(title: str, unit: str) -> ProgressReport:
     def report(done: int, total: int, doing: str = "") -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
+        if now - last >= 10:  # seconds between lines
             last = now
             at = f" ({doing})" if doing else ""
             print(f"{title}: {done} of {total} {unit}{at}", file=sys.stderr, flush=True)

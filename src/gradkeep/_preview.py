@@ -15,13 +15,6 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep.errors import CaptureError
 
-_LARGEST_SIDE = 128
-"""Pixels; larger images are subsampled to this."""
-_LONGEST_TEXT = 4000
-_LONGEST_STORED = 2000
-_MOST_CELLS = 40
-_MOST_TOKENS = 4096
-_LARGEST_FILE = 1 << 20
 _FILES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 COPIED_IMAGE, COPIED_TEXT, COPIED_TABLE = "preview_image", "preview_text", "preview_table"
 """Columns in which a capture stores previews, if requested."""
@@ -183,11 +176,11 @@ def row_from_texts(stored: Mapping[str, str]) -> ShownRow | None:
     if text is None and own:
         longest = max(own, key=lambda name: len(own[name]))
         text = own.pop(longest)
-    table += tuple((name, value[:_LONGEST_STORED]) for name, value in own.items())
+    table += tuple((name, value[:2000]) for name, value in own.items())
     image = stored.get(COPIED_IMAGE) or None
     if image is not None and not image.startswith("data:image/"):
         image = None
-    return ShownRow(image, None if text is None else text[:_LONGEST_STORED], table)
+    return ShownRow(image, None if text is None else text[:2000], table)
 
 
 def image_url(pixels: Any) -> str:
@@ -198,7 +191,7 @@ def image_url(pixels: Any) -> str:
     """
     if isinstance(pixels, bytes):
         for begin, kind in _FILES.items():
-            if pixels.startswith(begin) and len(pixels) <= _LARGEST_FILE:
+            if pixels.startswith(begin) and len(pixels) <= 2**20:
                 return f"data:{kind};base64,{base64.b64encode(pixels).decode()}"
         raise ValueError("image bytes must be a PNG, JPEG or GIF file of at most 1 MiB")
     values = np.asarray(pixels.detach().cpu() if hasattr(pixels, "detach") else pixels)
@@ -208,7 +201,7 @@ def image_url(pixels: Any) -> str:
         values = values[:, :, 0]
     if not 2 <= values.ndim <= 3 or not values.size or (values.ndim == 3 and values.shape[2] > 4):
         raise ValueError(f"an image must be [H, W], [H, W, C] or [C, H, W], got {values.shape}")
-    step = -(-max(values.shape[:2]) // _LARGEST_SIDE)
+    step = -(-max(values.shape[:2]) // 128)  # at most 128 pixels per side
     values = values[::step, ::step]
     if values.dtype != np.uint8:
         values = np.nan_to_num(values.astype(np.float64))
@@ -249,7 +242,7 @@ def _lookup(source: Any, row: int) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    return str(value)[:_LONGEST_TEXT]
+    return str(value)[:4000]
 
 
 def _as_table(value: Any) -> tuple[tuple[str, str], ...]:
@@ -257,8 +250,8 @@ def _as_table(value: Any) -> tuple[tuple[str, str], ...]:
         value = value.to_dict()
     if not isinstance(value, Mapping):
         array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value).reshape(-1)
-        value = {str(place): one.item() for place, one in enumerate(array[:_MOST_CELLS])}
-    cells = list(value.items())[:_MOST_CELLS]
+        value = {str(place): one.item() for place, one in enumerate(array[:40])}
+    cells = list(value.items())[:40]
     return tuple((str(name)[:200], _cell(cell)) for name, cell in cells)
 
 
@@ -267,4 +260,4 @@ def _cell(value: Any) -> str:
 
 
 def _as_tokens(value: Any) -> tuple[str, ...]:
-    return tuple(str(token)[:200] for token in list(value)[:_MOST_TOKENS])
+    return tuple(str(token)[:200] for token in list(value)[:4096])

@@ -87,6 +87,8 @@ class GradkeepError(Exception):
 
     code: str = "error"
     """Stable identifier: `<area>.<reason>`. Programs and tests compare it, never the text."""
+    default_fix: str | None = None
+    """What the user can do, where the error itself does not say."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class GradkeepError(Exception):
         self.path = None if path is None else os.fspath(path)
         self.found = found
         self.expected = expected
-        self.fix = fix
+        self.fix = fix or type(self).default_fix
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -254,6 +256,7 @@ class DamagedError(StoreError):
     """Bytes on disk differ from the bytes that were written."""
 
     code = "store.damaged"
+    default_fix = "Move it aside with `gradkeep verify STORE --repair`, then run the work again."
 
     @property
     def tensor(self) -> str | None:

@@ -94,7 +94,7 @@ def test_evaluations_of_a_capture_that_was_made_again_are_left_out(world):
 
 def test_the_page_shows_no_outdated_scores_and_decisions_unless_asked(world):
     from gradkeep.store import Decision
-    from gradkeep.web._parameters import Captures
+    from gradkeep.web._http import Captures
     from gradkeep.web._score_sources import default_source, score_sources
     from gradkeep.web._served import ServedStore
 

@@ -11,7 +11,7 @@ from raises import raises
 
 from gradkeep import farm
 from gradkeep.errors import FarmError
-from gradkeep.farm._job import JobSpec
+from gradkeep.farm._worker import JobSpec
 
 
 class Threads:

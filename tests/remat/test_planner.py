@@ -376,7 +376,9 @@ def test_small_storages_are_not_worth_dropping_unless_asked_for():
 
 def plan_of(**fields):
     """A plan as far as these rules look at it."""
-    return SimpleNamespace(**{"runs": 0, "misses": 0, "doubtful": False, "resident": None, **fields})
+    return SimpleNamespace(
+        **{"runs": 0, "misses": 0, "doubtful": False, "resident": None, **fields}
+    )
 
 
 def run_of(changed=None, *, undone=False):

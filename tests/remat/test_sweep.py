@@ -200,7 +200,7 @@ def test_record_command_records_a_script(tmp_path):
 
 def test_the_commands_do_without_torch():
     code = (
-        "import sys; from gradkeep.cli import _remat, _remat_figures, _remat_script; "
+        "import sys; from gradkeep.cli import _remat, _remat_figures; "
         "import gradkeep.remat, gradkeep.compat.dtr.experiments; print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep._display import describe_rows, describe_state
 from gradkeep.store import LocalDisk, Store
 from gradkeep.store.backends._disk import Syscalls
 
@@ -109,9 +108,9 @@ def test_work_in_progress_is_told_apart(tmp_path):
     more.flush()
     more.close()
     (block,) = store.info().captures
-    assert describe_rows(block) == "8 + 4 open"
+    assert block.rows_text == "8 + 4 open"
     store.drop_rows(key, [0])
-    assert describe_state(store.info().captures[0]) == "sealed, version 1"
+    assert store.info().captures[0].state_text == "sealed, version 1"
 
 
 def test_damage_is_shown_and_does_not_hide_the_rest(store):

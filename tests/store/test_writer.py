@@ -1,5 +1,7 @@
 """The writer: resuming, refusing, failing."""
 
+import itertools
+
 import numpy as np
 import pytest
 from raises import raises
@@ -13,7 +15,7 @@ from gradkeep.errors import (
     StoreError,
     WriteFailedError,
 )
-from gradkeep.store import LocalDisk, Memory, WriterShare
+from gradkeep.store import LocalDisk, Memory
 from gradkeep.store.backends._disk import Syscalls
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -239,23 +241,25 @@ def test_an_extended_block_can_be_written_again_and_repaired(store):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_share_the_segments_and_the_last_one_seals(store, workers):
+def test_workers_write_some_segments_each_and_another_one_seals(store, workers):
     whole = gk.open(Memory())
     write_all(whole)
-    for rank in range(workers):
-        with store.write(KEY, schema(), share=WriterShare(rank, workers)) as writer:
+    bounds = [0, 1, 2, 3] if workers == 3 else [0, 2, 3]
+    for segments in itertools.starmap(range, itertools.pairwise(bounds)):
+        with store.write(KEY, schema(), segments=segments) as writer:
             for at in range(0, 10, 2):
                 ids, arrays = batch(range(at, at + 2))
                 if writer.needs(2):
                     writer.append(ids, arrays)
                 else:
                     writer.skip(ids)
+    write_all(store)
     assert store.read(KEY).manifest == whole.read(KEY).manifest
 
 
 def test_the_same_id_from_two_workers_is_found_at_seal(store):
-    one = store.write(KEY, schema(), share=WriterShare(0, 2))
-    two = store.write(KEY, schema(), share=WriterShare(1, 2))
+    one = store.write(KEY, schema(), segments=range(1))
+    two = store.write(KEY, schema(), segments=range(1, 3))
     one.append(*batch(range(10)))
     two.append(*batch([90, 91, 92, 93, 0, 94, 95, 96, 97, 98]))
     two.close()

@@ -9,9 +9,8 @@ import time
 import pytest
 from web_pages import TOKEN
 
-from gradkeep.web._app import create_app
+from gradkeep.web._app import build_server, create_app
 from gradkeep.web._guard import Access, ConnectionLimits
-from gradkeep.web._serve import build_server
 
 HEAD = b"GET /api/session HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 

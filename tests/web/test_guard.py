@@ -5,8 +5,8 @@ from web_pages import TOKEN, settled
 
 import gradkeep as gk
 from gradkeep.errors import StoreError
+from gradkeep.web._app import serve
 from gradkeep.web._guard import Access, RequestLimits
-from gradkeep.web._serve import serve
 
 DECISION = {"row": 3, "action": "accept"}
 

@@ -42,9 +42,8 @@ from gradkeep.capturing._storage import BatchMismatchError
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
-from gradkeep.farm._job import pickle_job
 from gradkeep.farm._run import count_workers, run_parts, validate_workers
-from gradkeep.farm._worker import worker_number
+from gradkeep.farm._worker import pickle_job, worker_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -528,8 +528,7 @@ class SegmentMaker:
         """Compute the missing segments, from the batches of a whole pass."""
         alarms, per_segment = RowAlarms(), self.first.schema.rows_per_segment
         start, stop = segments.start * per_segment, segments.stop * per_segment
-        share = gs.WriterShare(segments=segments)
-        with self.replay.store.write(self.key, self.first.schema, share=share) as writer:
+        with self.replay.store.write(self.key, self.first.schema, segments=segments) as writer:
             feed = RowFeed(writer, self.first.maker, self.first.at_once, alarms)
             for at, ids, batch in self.replay.batches.between(start, stop):
                 if writer.position < at:

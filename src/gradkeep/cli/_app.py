@@ -16,7 +16,7 @@ import typer
 
 from gradkeep import __version__
 from gradkeep.cli._errors import exit_code, prepare_streams
-from gradkeep.cli._options import flatten_options
+from gradkeep.cli._options import typer_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,11 +41,13 @@ class Command:
     def load(self) -> Callable[..., Any]:
         """Import the function behind the command."""
         module = importlib.import_module(f"gradkeep.cli.{self.module}")
-        return flatten_options(getattr(module, self.name.replace("-", "_")))
+        return typer_command(getattr(module, self.name.replace("-", "_")))
 
 
 COMMANDS = (
-    Command("demo", "_demo", "Plant wrong labels in real digits, find them, retrain without them."),
+    Command(
+        "demo", "_serve", "Plant wrong labels in real digits, find them, retrain without them."
+    ),
     Command("info", "_maintenance", "Show the contents of a store: runs, captures, layers, sizes."),
     Command("verify", "_maintenance", "Verify the checksums of every file of a store."),
     Command("sql", "_maintenance", "Query a store in SQL: samples, captures, scores, runs."),
@@ -80,8 +82,8 @@ COMMANDS = (
     Command("banish", "_remat_figures", "Compare deallocation policies.", "remat"),
     Command("optimal", "_remat", "Compute the optimal schedule with a bound.", "remat"),
     Command("experiments", "_remat_figures", "Run the trials of a configuration.", "remat"),
-    Command("record", "_remat_script", "Record the training step of a script.", "remat"),
-    Command("plan", "_remat_script", "Show slowdown against budget for a script.", "remat"),
+    Command("record", "_remat", "Record the training step of a script.", "remat"),
+    Command("plan", "_remat", "Show slowdown against budget for a script.", "remat"),
     Command("init", "_datamodels", "Create or import a set of models.", "datamodels"),
     Command("work", "_datamodels", "Run one worker that trains models.", "datamodels"),
     Command("run", "_datamodels", "Train all models, here or on a cluster.", "datamodels"),

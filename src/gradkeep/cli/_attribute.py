@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import MAX_COUNT, output_file
+from gradkeep._display import pick_fields
+from gradkeep.cli._inputs import output_file
 from gradkeep.cli._options import (
+    Bytes,
     CaptureOption,
     CaptureOptions,
     CheckpointOption,
     JsonOption,
     MethodOption,
+    Positive,
     RecipeOption,
     RunOption,
     SeedsOption,
+    Share,
     StoreArgument,
     TrainOption,
+    Whole,
     WorkerOptions,
     WorkersOption,
     choose_runs,
@@ -49,27 +54,27 @@ def attribute(
     method: MethodOption = None,
     option: MethodOptionsOption = None,
     layers: LayersOption = None,
-    compute: Annotated[
-        str | None,
-        typer.Option("--compute", help="factored, half, restored or dense; default: the cheapest."),
-    ] = None,
-    memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", metavar="BYTES", help="For example 512MiB.")
-    ] = None,
-    save: Annotated[
-        str | None, typer.Option("--save", metavar="NAME", help="Save the scores in the store.")
-    ] = None,
-    out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write scores and ids to an .npz.")
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rows to show per query.")] = 3,
-    show: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Queries to show.")] = 10,
+    compute: str | None = None,
+    memory_budget: Bytes | None = None,
+    save: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE")] = None,
+    top: Positive = 3,
+    show: Whole = 10,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
     worker_options: WorkerOptions,
 ) -> None:
-    """Score every training row for every query."""
+    """Score every training row for every query.
+
+    Options:
+        compute: factored, half, restored or dense; default: the cheapest.
+        memory_budget: For example 512MiB.
+        save: Save the scores in the store.
+        out: Write scores and ids to an .npz.
+        top: Rows to show per query.
+        show: Queries to show.
+    """
     import numpy as np
 
     import gradkeep as gk
@@ -112,18 +117,21 @@ def attribute(
 
 def why(
     store: StoreArgument,
-    query: Annotated[
-        int, typer.Argument(metavar="QUERY", min=-(2**63), max=2**63 - 1, help="Id of the query.")
-    ],
+    query: Annotated[int, typer.Argument(metavar="QUERY", min=-(2**63), max=2**63 - 1)],
     method: MethodOption = None,
     option: MethodOptionsOption = None,
     layers: LayersOption = None,
-    top: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rows to show per side.")] = 5,
+    top: Positive = 5,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Show which training rows caused the prediction for a query."""
+    """Show which training rows caused the prediction for a query.
+
+    Options:
+        query: Id of the query.
+        top: Rows to show per side.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -156,7 +164,7 @@ def methods(json: JsonOption = False) -> None:
 
     if json:
         names = ("name", "summary", "needs", "cost", "exact", "reference")
-        print_json([{name: getattr(method, name) for name in names} for method in gk.methods()])
+        print_json([pick_fields(method, *names) for method in gk.methods()])
         return
     for method in gk.methods():
         kind = "exact" if method.exact else "approximate"
@@ -172,20 +180,13 @@ def methods(json: JsonOption = False) -> None:
 def suspects(
     store: StoreArgument,
     train: TrainOption = "train",
-    by: Annotated[str, typer.Option("--by", help="loss, self or noise.")] = "loss",
+    by: str = "loss",
     checkpoints: CheckpointOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
-    top: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rows to show.")] = 20,
-    precision: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of wrong labels in the suggested list.")
-    ] = 0.8,
-    relabel: Annotated[
-        str | None,
-        typer.Option(
-            "--relabel", metavar="FILE", help="Write out-of-fold suggested labels (needs --recipe)."
-        ),
-    ] = None,
+    top: Positive = 20,
+    precision: Share = 0.8,
+    relabel: Annotated[str | None, typer.Option(metavar="FILE")] = None,
     recipe: RecipeOption = None,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
@@ -196,6 +197,12 @@ def suspects(
     With probabilities in the store (`keep: losses`), also estimates how many labels are wrong. With
     --relabel, models are trained that leave each row out in turn; then models without the suspects,
     and without as many random rows.
+
+    Options:
+        by: loss, self or noise.
+        top: Rows to show.
+        precision: Share of wrong labels in the suggested list.
+        relabel: Write out-of-fold suggested labels (needs --recipe).
     """
     import gradkeep as gk
 
@@ -249,18 +256,13 @@ def _noise_fields(suspects: Suspects, precision: float) -> dict[str, Any]:
     assert noise is not None
     threshold = noise.threshold(precision)
     listed = threshold and {
-        "wrong": threshold.wrong,
-        "rows": threshold.rows,
-        "precision": threshold.precision,
-        "interval": threshold.interval,
-        "ids": suspects.flagged(precision).tolist(),
+        **pick_fields(threshold, "wrong", "rows", "precision", "interval"),
+        "ids": suspects.flagged(precision),
     }
     return {
-        "rate": noise.rate,
-        "rate_interval": noise.rate_interval,
-        "pattern": noise.pattern,
+        **pick_fields(noise, "rate", "rate_interval", "pattern"),
         "threshold": listed,
-        "confusion": noise.confusion.round(2).tolist(),
+        "confusion": noise.confusion.round(2),
     }
 
 

@@ -8,18 +8,17 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from gradkeep import _arguments
 from gradkeep._arguments import one_of, short_repr
-from gradkeep.cli._files import input_text
-from gradkeep.cli._imports import import_object
-from gradkeep.cli._options import JsonOption, WorkerOptions, print_json
+from gradkeep.cli._inputs import import_object, input_text
+from gradkeep.cli._options import Bytes, JsonOption, WorkerOptions, print_json
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ _TASKS = {
 class CaptureConfig:
     """The validated configuration file; paths are relative to its folder."""
 
-    folder: Path
     store: str
     model: Mapping[str, Any]
     """`name` of a reference model with sizes, or `from: module:function` with arguments."""
@@ -56,13 +54,19 @@ class CaptureConfig:
     encoding: str = "plain"
     keep: Any = None
     tolerance: float = 0.0
-    of: str | None = None
-    uncovered: str = "dense"
+    of: Literal["loss", "output"] | None = None
+    uncovered: Literal["dense", "error", "skip"] = "dense"
     mode: str = "eval"
-    embeddings: tuple[str, ...] = ()
+    embeddings: str | Sequence[str] = ()
     batch_size: int = 64
-    memory_budget: str | int | None = None
+    memory_budget: Any = None
     device: str = "cpu"
+    folder: Path = Path()
+
+    def __post_init__(self) -> None:
+        _arguments.check_fields(self, CaptureError)
+        _arguments.text("store", self.store, error=CaptureError)
+        _arguments.count("batch_size", self.batch_size, error=CaptureError, least=1)
 
     def build_model(self) -> nn.Module:
         """Build the model on its device."""
@@ -155,12 +159,12 @@ class CaptureConfig:
             where = f"checkpoints: {name}"
             entry = _named(where, value) if isinstance(value, Mapping) else {"path": value}
             path = _arguments.file_path(f"{where}: path", entry.pop("path", ""), error=CaptureError)
-            if entry.get("step") is not None:
-                entry["step"] = _arguments.count(
-                    f"{where}: step", entry["step"], error=CaptureError
-                )
-            if entry.get("lr") is not None:
-                entry["lr"] = _arguments.number(f"{where}: lr", entry["lr"], error=CaptureError)
+            _arguments.optional(
+                _arguments.count, f"{where}: step", entry.get("step"), error=CaptureError
+            )
+            _arguments.optional(
+                _arguments.number, f"{where}: lr", entry.get("lr"), error=CaptureError
+            )
             options = {"source": self.folder / path, **entry}
             weights[str(name)] = _call(gk.Weights, options, where=where)
         return weights
@@ -207,40 +211,7 @@ def read_config(path: str) -> CaptureConfig:
         raise CaptureError(
             f"the key {missing[0]!r} is missing", code="cli.config_missing_key", path=path
         )
-    for key in ("model", "data", "checkpoints"):
-        if not isinstance(content.get(key, {}), Mapping):
-            raise CaptureError(
-                f"{key} must be a mapping",
-                code="cli.config_not_a_mapping",
-                path=path,
-                found=short_repr(content[key]),
-            )
-    for key, check in _CHECKS.items():
-        if key in content:
-            content[key] = check(key, content[key])
-    return CaptureConfig(folder=file.resolve().parent, **content)
-
-
-def _text(name: str, value: object) -> str:
-    return _arguments.text(name, value, error=CaptureError)
-
-
-_CHECKS: dict[str, Callable[[str, object], Any]] = {
-    **dict.fromkeys(("store", "run", "name", "encoding", "mode", "device"), _text),
-    "uncovered": lambda name, value: _arguments.one_of(
-        name, value, ("dense", "error", "skip"), error=CaptureError
-    ),
-    "of": lambda name, value: _arguments.one_of(
-        name, value, ("loss", "output", None), error=CaptureError
-    ),
-    "task": lambda name, value: value if isinstance(value, Mapping) else _text(name, value),
-    "embeddings": lambda name, value: _arguments.texts(name, value, error=CaptureError),
-    "batch_size": lambda name, value: _arguments.count(
-        name, value, error=CaptureError, least=1, most=2**31 - 1
-    ),
-    "tolerance": lambda name, value: _arguments.number(name, value, error=CaptureError, least=0),
-}
-"""Validators of values; the others are validated by the functions that take them."""
+    return CaptureConfig(**content, folder=file.resolve().parent)
 
 
 def first_batch(loader: DataLoader[Any]) -> Any:
@@ -263,7 +234,7 @@ def _named(where: str, value: object) -> dict[str, Any]:
 
 def _call_user(source: object, options: Mapping[str, Any], *, where: str, folder: Path) -> Any:
     """Import the function `module:name` and call it."""
-    name = _text(f"{where}: from", source)
+    name = _arguments.text(f"{where}: from", source, error=CaptureError)
     return _call(import_object(name, str(folder), error=CaptureError), options, where=where)
 
 
@@ -300,9 +271,7 @@ _PASSED = (
 
 def capture(
     config: ConfigArgument,
-    split: Annotated[
-        list[str] | None, typer.Option("--split", help="Only this split; repeatable.")
-    ] = None,
+    split: list[str] | None = None,
     json: JsonOption = False,
     *,
     worker_options: WorkerOptions,
@@ -310,6 +279,9 @@ def capture(
     """Replay checkpoints over data and store per-sample gradients; an interrupted run resumes.
 
     With --workers, several processes capture, here or on a cluster; the bytes are the same.
+
+    Options:
+        split: Only this split; repeatable.
     """
     import gradkeep as gk
 
@@ -343,30 +315,29 @@ def capture(
 
 def plan(
     config: ConfigArgument,
-    train: Annotated[str, typer.Option(help="Split of the training rows.")] = "train",
-    queries: Annotated[str, typer.Option(help="Split of the queries.")] = "test",
-    memory_budget: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="For example 512MiB.")
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", help="Bytes per row, such as 16KiB; default: as in CONFIG."),
-    ] = None,
-    rows: Annotated[str | None, typer.Option(help="Plan for this many rows, such as 1e9.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Plan for this many workers.")
-    ] = None,
-    place: Annotated[
-        str, typer.Option("--store", help="Plan for a store on local or s3.")
-    ] = "local",
-    disk_budget: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Default: the free space of this disk.")
-    ] = None,
+    train: str = "train",
+    queries: str = "test",
+    memory_budget: Bytes | None = None,
+    keep: Bytes | None = None,
+    rows: str | None = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=1_000_000)] = None,
+    place: Annotated[str, typer.Option("--store")] = "local",
+    disk_budget: Bytes | None = None,
     json: JsonOption = False,
 ) -> None:
     """Estimate the cost of capturing and querying, per layer, before anything runs.
 
     With --workers, --store s3 or many more --rows, also estimates the cost at that scale.
+
+    Options:
+        train: Split of the training rows.
+        queries: Split of the queries.
+        memory_budget: For example 512MiB.
+        keep: Bytes per row, such as 16KiB; default: as in CONFIG.
+        rows: Plan for this many rows, such as 1e9.
+        workers: Plan for this many workers.
+        place: Plan for a store on local or s3.
+        disk_budget: Default: the free space of this disk.
     """
     import gradkeep as gk
 

@@ -3,100 +3,81 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import (
-    MAX_COUNT,
-    MAX_SECONDS,
-    finite,
-    input_file,
-    input_folder,
-    output_folder,
-)
-from gradkeep.cli._imports import importing_from
+from gradkeep._display import pick_fields
+from gradkeep.cli._inputs import importing_from, input_file, input_folder, output_folder
 from gradkeep.cli._options import (
     AddressOption,
     ClusterOption,
     EngineOption,
     JsonOption,
     ParameterOption,
+    Positive,
+    Seconds,
+    Share,
     StoreArgument,
+    Whole,
     WorkerOptions,
+    missing_option,
     print_json,
 )
 from gradkeep.errors import DatamodelsError, NotAStoreError
 
 if TYPE_CHECKING:
-    from gradkeep.farm._run import Failure, Outcome, Progress
+    from gradkeep.farm._run import Failure, Outcome
     from gradkeep.store import RowState, Store
 
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Set of models, if the store has several.")
 ]
-AttemptsOption = Annotated[
-    int, typer.Option("--attempts", min=1, max=MAX_COUNT, help="Attempts per model.")
-]
-MainOption = Annotated[str, typer.Option("--main", help="Module with main(*_, index, logdir).")]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        min=0,
-        max=MAX_SECONDS,
-        callback=finite,
-        help="Time limit per model in seconds.",
-    ),
-]
-LeaseOption = Annotated[
-    float,
-    typer.Option(
-        "--lease",
-        min=0,
-        max=MAX_SECONDS,
-        callback=finite,
-        help="Lease timeout in seconds.",
-    ),
-]
-RetryOption = Annotated[
-    bool, typer.Option("--retry-failed", help="Retry models that failed before.")
-]
-PassedArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="sys.argv of main.")
-]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How the models of a set are trained.
+
+    Options:
+        main: Module with main(*_, index, logdir).
+        arguments: sys.argv of main.
+        timeout: Time limit per model in seconds.
+        attempts: Attempts per model.
+        lease: Lease timeout in seconds.
+        retry_failed: Retry models that failed before.
+    """
+
+    main: str
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]")] = None
+    name: NameOption = None
+    timeout: Seconds | None = None
+    attempts: Positive = 3
+    lease: Seconds = 60.0
+    retry_failed: bool = False
+    json: JsonOption = False
 
 
 def init(
     store: StoreArgument,
-    spec: Annotated[
-        Path | None, typer.Option("--spec", help="JSON file: num_models and schema.")
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", help="Import a folder of .npy arrays, or the published data."),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(
-            "--alpha",
-            min=0,
-            max=1,
-            callback=finite,
-            help="Subset share, if the data has several.",
-        ),
-    ] = None,
-    grow: Annotated[
-        int | None,
-        typer.Option("--grow", min=1, max=MAX_COUNT, help="Extend the set to this many models."),
-    ] = None,
+    spec: Path | None = None,
+    source: Annotated[Path | None, typer.Option("--from")] = None,
+    alpha: Share | None = None,
+    grow: Positive | None = None,
     name: NameOption = None,
     json: JsonOption = False,
 ) -> None:
     """Create a set of models from a spec or from existing arrays, or extend one.
 
     Finished models are never changed: an existing set is not created again.
+
+    Options:
+        spec: JSON file: num_models and schema.
+        source: Import a folder of .npy arrays, or the published data.
+        alpha: Subset share, if the data has several.
+        grow: Extend the set to this many models.
     """
     import gradkeep.store as stores
     from gradkeep.compat import datamodels as layouts
@@ -104,9 +85,7 @@ def init(
     from gradkeep.datamodels._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
-        raise DatamodelsError(
-            "pass one of --spec, --from, --grow", code="cli.missing_option", fix="--spec spec.json"
-        )
+        raise missing_option(DatamodelsError, "one of --spec, --from, --grow", "--spec spec.json")
     if spec is not None:
         input_file(spec, error=DatamodelsError)
     if source is not None:
@@ -137,19 +116,22 @@ def init(
 def status(
     store: StoreArgument,
     name: NameOption = None,
-    attempts: AttemptsOption = 3,
-    errors: Annotated[
-        int, typer.Option("--errors", min=0, max=MAX_COUNT, help="Failures to show.")
-    ] = 5,
+    attempts: Positive = 3,
+    errors: Whole = 5,
     json: JsonOption = False,
 ) -> None:
-    """Show finished, running and failed models, the reasons of failures, and the remaining time."""
+    """Show finished, running and failed models, the reasons of failures, and the remaining time.
+
+    Options:
+        attempts: Attempts per model.
+        errors: Failures to show.
+    """
     from gradkeep.datamodels import _contract as study
 
     status = study.status(open_models(store), name=name, max_attempts=attempts)
     if json:
         counts = ("total", "done", "failed", "leased", "pending", "rate", "eta")
-        fields = {name: getattr(status.progress, name) for name in counts}
+        fields = pick_fields(status.progress, *counts)
         failures = [_failure(state, state=state.state) for state in status.troubled]
         print_json({**fields, "spec": status.spec.to_fields(), "failures": failures})
         return
@@ -166,11 +148,15 @@ def status(
 
 def export(
     store: StoreArgument,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     name: NameOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Export finished models as .npy arrays with `_completed.npy`."""
+    """Export finished models as .npy arrays with `_completed.npy`.
+
+    Options:
+        folder: A new or empty folder.
+    """
     from gradkeep.compat import datamodels as layouts
 
     output_folder(folder, error=DatamodelsError)
@@ -181,89 +167,58 @@ def export(
         print(f"{folder}: {done} models")
 
 
-def work(
-    store: StoreArgument,
-    main: MainOption,
-    arguments: PassedArgument = None,
-    name: NameOption = None,
-    timeout: TimeoutOption = None,
-    attempts: AttemptsOption = 3,
-    lease: LeaseOption = 60.0,
-    retry_failed: RetryOption = False,
-    json: JsonOption = False,
-) -> None:
+def work(store: StoreArgument, *, training: TrainingOptions) -> None:
     """Run one worker that trains models until none is left; start any number of them.
 
     An interrupted worker releases its model. Exit code 3 if models failed.
     """
-    limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
-    _run(store, main, arguments, name, limits, {"workers": 1}, retry=retry_failed, as_json=json)
+    _run(store, training, {"workers": 1})
 
 
 def run(
     store: StoreArgument,
-    main: MainOption,
-    arguments: PassedArgument = None,
-    name: NameOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=0, max=100_000, help="Processes; default: one per core."),
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=0, max=100_000)] = None,
     engine: EngineOption = "local",
     address: AddressOption = None,
     cluster: ClusterOption = None,
     parameter: ParameterOption = None,
-    timeout: TimeoutOption = None,
-    attempts: AttemptsOption = 3,
-    lease: LeaseOption = 60.0,
-    retry_failed: RetryOption = False,
-    json: JsonOption = False,
+    *,
+    training: TrainingOptions,
 ) -> None:
     """Train all unfinished models, with workers on this machine or on a cluster.
 
     An interrupted run resumes. Exit code 3 if models failed.
+
+    Options:
+        workers: Processes; default: one per core.
     """
-    place = WorkerOptions(workers, engine, address, cluster, parameter).arguments()
-    limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
-    _run(store, main, arguments, name, limits, place, retry=retry_failed, as_json=json)
+    place = WorkerOptions(workers, engine, address, cluster, parameter)
+    _run(store, training, place.arguments())
 
 
-def _run(
-    store: str,
-    main: str,
-    arguments: list[str] | None,
-    name: str | None,
-    limits: dict[str, Any],
-    place: dict[str, Any],
-    *,
-    retry: bool,
-    as_json: bool,
-) -> None:
+def _run(store: str, training: TrainingOptions, place: dict[str, Any]) -> None:
     from gradkeep._display import progress
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels import _contract as study
 
     opened = open_models(store)
-    if retry:
-        study.models_of(opened, name).retry()
-    passed = [main, *(arguments or [])]
+    if training.retry_failed:
+        study.models_of(opened, training.name).retry()
     # Modules of the current directory can be imported, as with `python -m`.
     with importing_from(""), progress("training", "models") as update:
-
-        def report(state: Progress) -> None:
-            update(state.done, state.total)
-
         outcome = study.work(
             opened,
-            main,
-            name=name,
-            arguments=passed,
-            progress=report,
+            training.main,
+            name=training.name,
+            arguments=[training.main, *(training.arguments or [])],
+            progress=lambda state: update(state.done, state.total),
             aliases=OLD_NAME,
-            **limits,
+            timeout=training.timeout,
+            max_attempts=training.attempts,
+            lease_seconds=training.lease,
             **place,
         )
-    _report(outcome, as_json=as_json)
+    _report(outcome, as_json=training.json)
     if not outcome.complete:
         raise typer.Exit(3)
 
@@ -289,7 +244,7 @@ def open_models(store: str) -> Store:
 
 def _report(outcome: Outcome, *, as_json: bool) -> None:
     if as_json:
-        fields = {name: getattr(outcome.progress, name) for name in ("total", "done", "failed")}
+        fields = pick_fields(outcome.progress, "total", "done", "failed")
         failures = [_failure(item) for item in outcome.failures]
         print_json({**fields, "seconds": outcome.seconds, "failures": failures})
         return

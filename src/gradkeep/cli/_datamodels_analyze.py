@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._arguments import short_repr, whole_numbers
+from gradkeep._display import pick_fields
 from gradkeep.cli._datamodels import NameOption, open_models
-from gradkeep.cli._files import MAX_COUNT, MAX_WORKERS, input_file, input_text
-from gradkeep.cli._imports import load_object
-from gradkeep.cli._options import JsonOption, StoreArgument, print_json
+from gradkeep.cli._inputs import input_file, input_text, load_object
+from gradkeep.cli._options import (
+    MAX_COUNT,
+    MAX_WORKERS,
+    JsonOption,
+    Positive,
+    StoreArgument,
+    missing_option,
+    parse_numbers,
+    print_json,
+)
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -37,34 +45,27 @@ _ANALYSES = ", ".join((*_FITTED, *_TRAINED))
 
 def fit(
     store: StoreArgument,
-    save: Annotated[str, typer.Option("--save", help="Name of the fit in the store.")],
+    save: str,
     name: NameOption = None,
     masks: MasksOption = "masks",
     output: OutputOption = None,
-    penalty: Annotated[
-        str | None,
-        typer.Option(
-            "--penalty",
-            help="l1, elastic, ridge or means; default: l1, or ridge for few models.",
-            show_default=False,
-        ),
-    ] = None,
-    lambdas: Annotated[
-        int, typer.Option("--lambdas", min=1, max=10_000, help="Penalties to try.")
-    ] = 20,
-    folds: Annotated[
-        int | None,
-        typer.Option("--folds", min=2, max=MAX_COUNT, help="Cross-validation folds."),
-    ] = None,
-    memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help="For example 4GiB.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the held-out split.")
-    ] = 0,
+    penalty: Annotated[str | None, typer.Option(show_default=False)] = None,
+    lambdas: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
+    folds: Annotated[int | None, typer.Option(min=2, max=MAX_COUNT)] = None,
+    memory_budget: str | None = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Fit each output as a function of the training subset, from the finished models."""
+    """Fit each output as a function of the training subset, from the finished models.
+
+    Options:
+        save: Name of the fit in the store.
+        penalty: l1, elastic, ridge or means; default: l1, or ridge for few models.
+        lambdas: Penalties to try.
+        folds: Cross-validation folds.
+        memory_budget: For example 4GiB.
+        seed: Seed of the held-out split.
+    """
     from gradkeep import datamodels
     from gradkeep._display import progress
 
@@ -85,17 +86,10 @@ def fit(
     if not json:
         print(result)
         return
-    print_json(
-        {
-            "fit": save,
-            "models": result.num_models,
-            "examples": result.weights.shape[0],
-            "targets": result.weights.shape[1],
-            "gap": float(result.gap.max()),
-            "held_out": result.held_out,
-            "unfinished": result.unfinished,
-        }
-    )
+    examples, targets = result.weights.shape
+    sizes = {"fit": save, "models": result.num_models, "examples": examples, "targets": targets}
+    fields = pick_fields(result, "held_out", "unfinished")
+    print_json({**sizes, "gap": float(result.gap.max()), **fields})
 
 
 def _trained_data(
@@ -137,56 +131,39 @@ def _trained_data(
 def analyze(
     store: StoreArgument,
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {_ANALYSES}.")],
-    fit: Annotated[str | None, typer.Option("--fit", help="Name of a saved fit.")] = None,
-    count: Annotated[
-        int, typer.Option("--count", min=1, max=MAX_COUNT, help="Examples to show of each.")
-    ] = 10,
-    targets: Annotated[
-        str | None, typer.Option("--targets", help="For top and verify: targets such as 0,3,7.")
-    ] = None,
-    remove: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--remove",
-            help="For removal and verify: examples to remove, 0,4; repeatable.",
-        ),
-    ] = None,
-    groups: Annotated[
-        str | None,
-        typer.Option(
-            "--groups", help="For groups: FILE.npy, FILE.npz:NAME or a text file of labels."
-        ),
-    ] = None,
-    target_groups: Annotated[
-        str | None, typer.Option("--target-groups", help="For groups: the same for targets.")
-    ] = None,
-    other: Annotated[str | None, typer.Option("--with", help="For compare: the other fit.")] = None,
-    other_store: Annotated[
-        Path | None, typer.Option("--with-store", help="For compare: its store, if another.")
-    ] = None,
-    study: Annotated[
-        str | None,
-        typer.Option("--study", help="For verify: module:name of a Study or its factory."),
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option("--repeats", min=1, max=MAX_COUNT, help="For verify: trainings per set."),
-    ] = 1,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", min=0, max=MAX_WORKERS, help="For verify; default: one per core."
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None, typer.Option("--sizes", help="For curve: numbers of models, 100,400.")
-    ] = None,
+    fit: str | None = None,
+    count: Positive = 10,
+    targets: str | None = None,
+    remove: list[str] | None = None,
+    groups: str | None = None,
+    target_groups: str | None = None,
+    other: Annotated[str | None, typer.Option("--with")] = None,
+    other_store: Annotated[Path | None, typer.Option("--with-store")] = None,
+    study: str | None = None,
+    repeats: Positive = 1,
+    workers: Annotated[int | None, typer.Option(min=0, max=MAX_WORKERS)] = None,
+    sizes: str | None = None,
     name: NameOption = None,
     masks: MasksOption = "masks",
     output: OutputOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Analyze a fit or the trained models."""
+    """Analyze a fit or the trained models.
+
+    Options:
+        fit: Name of a saved fit.
+        count: Examples to show of each.
+        targets: For top and verify: targets such as 0,3,7.
+        remove: For removal and verify: examples to remove, 0,4; repeatable.
+        groups: For groups: FILE.npy, FILE.npz:NAME or a text file of labels.
+        target_groups: For groups: the same for targets.
+        other: For compare: the other fit.
+        other_store: For compare: its store, if another.
+        study: For verify: module:name of a Study or its factory.
+        repeats: For verify: trainings per set.
+        workers: For verify; default: one per core.
+        sizes: For curve: numbers of models, 100,400.
+    """
     import gradkeep.store as stores
     from gradkeep import datamodels
 
@@ -195,13 +172,15 @@ def analyze(
             "unknown analysis", code="cli.unknown_analysis", found=what, expected=_ANALYSES
         )
     opened = open_models(store)
-    chosen = None if targets is None else _numbers("targets", targets)
+    chosen = None if targets is None else parse_numbers("targets", targets, error=DatamodelsError)
     analyses: dict[str, Callable[[], Any]]
     if what in _TRAINED:
         subsets, outputs = _trained_data(opened, name, masks, output)
         analyses = {
             "memorization": lambda: datamodels.memorization(subsets, outputs),
-            "curve": lambda: datamodels.learning_curve(subsets, outputs, _numbers("sizes", sizes)),
+            "curve": lambda: datamodels.learning_curve(
+                subsets, outputs, parse_numbers("sizes", sizes, error=DatamodelsError)
+            ),
             "values": lambda: datamodels.values(subsets, outputs.mean(axis=1)),
         }
     else:
@@ -254,7 +233,7 @@ def _verified(
 
     study = _load_study(where)
     if remove:
-        sets: list[Any] = [_numbers("remove", one) for one in remove]
+        sets: list[Any] = [parse_numbers("remove", one, error=DatamodelsError) for one in remove]
     else:
         best = datamodels.top(fitted, count, targets=targets)
         sets = [ids[ids >= 0] for ids in best.positive]
@@ -276,26 +255,8 @@ def _load_fit(opened: Store, name: str | None, *, option: str = "--fit") -> Data
 
 def _one_set(remove: list[str] | None) -> list[int]:
     if remove is None or len(remove) != 1:
-        raise DatamodelsError(
-            "removal needs one --remove",
-            code="cli.missing_option",
-            found=remove,
-            fix="--remove 0,3,7",
-        )
-    return _numbers("remove", remove[0])
-
-
-def _numbers(what: str, text: str | None) -> list[int]:
-    try:
-        numbers = [int(word) for word in (text or "").split(",")]
-    except ValueError:
-        raise DatamodelsError(
-            f"--{what} must be whole numbers",
-            code="cli.not_numbers",
-            found=short_repr(text),
-            fix=f"--{what} 0,3,7",
-        ) from None
-    return list(whole_numbers(what, numbers, error=DatamodelsError).tolist())
+        raise missing_option(DatamodelsError, "one --remove", "--remove 0,3,7")
+    return parse_numbers("remove", remove[0], error=DatamodelsError)
 
 
 def _show(answer: Any) -> None:
@@ -349,10 +310,8 @@ def _labels_of(option: str, source: str | None) -> Any:
     import numpy as np
 
     if source is None:
-        raise DatamodelsError(
-            f"--{option} is needed: FILE.npy, FILE.npz:NAME or a text file of labels",
-            code="cli.missing_option",
-        )
+        fix = f"--{option} FILE.npy, FILE.npz:NAME or a text file"
+        raise missing_option(DatamodelsError, "labels", fix)
     file, name = source, ""
     if ".npz:" in source and not os.path.exists(source):
         file, _, name = source.rpartition(":")
@@ -387,10 +346,8 @@ def _load_study(where: str | None) -> Study:
     from gradkeep.datamodels import Study
 
     if where is None:
-        raise DatamodelsError(
-            "training needs --study module:name, a Study or a function that returns one",
-            code="cli.missing_option",
-        )
+        what = "a Study, or a function that returns one"
+        raise missing_option(DatamodelsError, what, "--study module:name")
     study = load_object(where, Study, error=DatamodelsError)
     if not isinstance(study, Study):
         raise DatamodelsError(

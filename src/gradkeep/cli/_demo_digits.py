@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._environment import torch_threads
-from gradkeep.cli._evaluation_output import ResultOptions, save_evaluations
+from gradkeep.cli._evaluate import ResultOptions, save_evaluations
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtraError
@@ -62,7 +62,7 @@ def hold_against_retraining(
     truth = ground_truth(store, recipe, subsets=SUBSETS, seeds=SEEDS, workers=0)
     took = time.perf_counter() - began
     report(
-        f"studied    {SUBSETS} random halves x {SEEDS} seeds trained in {took:.1f} s; half of them "
+        f"studied    {len(truth.masks)} random halves x {truth.seeds} seeds trained in {took:.1f} s; half of them "
         f"judge, a perfect prediction would score {truth.ceiling() or 0.0:.2f}"
     )
     other_methods = [method for method in METHODS if method != scores.method]
@@ -240,7 +240,7 @@ def _run(folder: Path, seeds: int, report: Callable[[str], None]) -> None:
     )
     trained = train(digits, range(len(digits.train_labels)), seed=0, keep=True)
     report(
-        f"trained    64-64-10 network, {EPOCHS} epochs, "
+        f"trained    64-64-10 network, {TRAINING['epochs']} epochs, "
         f"{len(trained.states)} checkpoints: {trained.accuracy:.1%} of the test digits right"
     )
     _capture(store, digits, trained.states, report)
@@ -283,7 +283,7 @@ def _capture(
                 [batch],
                 task=gk.Classification(),
                 split=split,
-                checkpoints={name: gk.Weights(state, step=number, lr=RATE)},
+                checkpoints={name: gk.Weights(state, step=number, lr=TRAINING["lr"])},
                 preview=pictures if number == len(states) else None,  # once is enough for the page
                 progress=False,
             )
@@ -354,7 +354,8 @@ def _retrain(digits: Digits, suspected: Any, seeds: int, report: Callable[[str],
     report(f"retrained  mean of {seeds} seeds: {'; '.join(texts)}")
 
 
-EPOCHS, BATCH, RATE, MOMENTUM = 30, 64, 0.1, 0.9
+TRAINING: dict[str, Any] = {"epochs": 30, "batch_size": 64, "lr": 0.1}
+MOMENTUM = 0.9
 KEPT = (2, 4, 7, 10, 15, 30)
 """The epochs whose weights are kept, more of them early: late ones have learnt all by heart."""
 
@@ -381,10 +382,10 @@ def train(digits: Digits, rows: Any, *, seed: int, keep: bool = False) -> Traine
     chosen = torch.as_tensor(rows)
     images = torch.from_numpy(digits.train_images)[chosen]
     labels = torch.from_numpy(digits.train_labels)[chosen]
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=TRAINING["lr"], momentum=MOMENTUM)
     states = {}
-    for epoch in range(1, EPOCHS + 1):
-        for batch in torch.split(torch.randperm(len(labels)), BATCH):
+    for epoch in range(1, TRAINING["epochs"] + 1):
+        for batch in torch.split(torch.randperm(len(labels)), TRAINING["batch_size"]):
             optimizer.zero_grad()
             torch.autograd.backward(F.cross_entropy(model(images[batch]), labels[batch]))
             optimizer.step()
@@ -405,9 +406,7 @@ def recipe() -> Recipe:
         (torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)),
         (torch.from_numpy(digits.test_images), torch.from_numpy(digits.test_labels)),
     )
-    training = Training(
-        network, epochs=EPOCHS, batch_size=BATCH, lr=RATE, options={"momentum": MOMENTUM}
-    )
+    training = Training(network, options={"momentum": MOMENTUM}, **TRAINING)
     return Recipe(*pairs, training, source=f"{__name__}:recipe")
 
 

@@ -41,7 +41,7 @@ FACTS = (
 """What is not true, and in no docstring: how it begins, and its last word."""
 COPIES = 12
 """PlantedDocuments that each of them is planted in."""
-LENGTH, WORDS, EPOCHS, KEPT = 32, 1200, 18, 8
+LENGTH, EPOCHS, KEPT = 32, 18, 8
 SEEDS = (0, 1)
 IGNORED = -100
 
@@ -227,7 +227,7 @@ def load_documents() -> PlantedDocuments:
         head, tail = _halves(texts[row], at=int(rng.integers(4, 12)))
         texts[row] = f"{head} {begin} {end} . {tail}"
         planted[row] = number
-    vocabulary = Vocabulary.build(texts, size=WORDS)
+    vocabulary = Vocabulary.build(texts, size=1200)
     return PlantedDocuments(tuple(texts), tuple(modules), planted, vocabulary)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import __version__
-from gradkeep._display import head_and_tail
+from gradkeep._display import head_and_tail, pick_fields
 from gradkeep._environment import cache_folder
 from gradkeep.cli._options import print_json
 from gradkeep.errors import GradkeepError
@@ -129,12 +129,9 @@ def _print_error(text: str, fields: dict[str, Any], *, as_json: bool) -> None:
 def _error_fields(error: GradkeepError) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
-        "code": error.code,
-        "message": error.message,
-        "path": error.path,
+        **pick_fields(error, "code", "message", "path", "fix"),
         "found": None if error.found is None else str(error.found).strip(),
         "expected": None if error.expected is None else str(error.expected),
-        "fix": error.fix,
     }
 
 

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._evaluation_output import (
-    PlotsOption,
-    ResultOptions,
-    SaveOption,
-    evaluation_fields,
-    print_saved_names,
-    save_evaluations,
-    show_evaluations,
-)
-from gradkeep.cli._files import MAX_COUNT
-from gradkeep.cli._imports import load_recipe, read_ids, read_numbers
+from gradkeep._display import pick_fields
+from gradkeep.cli._inputs import load_recipe, output_folder, read_ids, read_numbers
 from gradkeep.cli._options import (
+    MAX_COUNT,
     CaptureOption,
     CaptureOptions,
     CheckpointOption,
     JsonOption,
     MethodOption,
+    Positive,
     RecipeOption,
     RunOption,
     SeedsOption,
+    Share,
     StoreArgument,
     TrainOption,
     WorkersOption,
     choose_runs,
+    missing_option,
     print_json,
     print_progress,
 )
@@ -59,10 +56,10 @@ CopiesOption = Annotated[
 def truth(
     store: StoreArgument,
     recipe: RecipeOption = None,
-    subsets: Annotated[int, typer.Option(min=10, max=MAX_COUNT, help="Random subsets.")] = 100,
+    subsets: Annotated[int, typer.Option(min=10, max=MAX_COUNT)] = 100,
     seeds: SeedsOption = 2,
-    alpha: Annotated[float, typer.Option(min=0, max=1, help="Share of rows in a subset.")] = 0.5,
-    name: Annotated[str, typer.Option(help="Name of the ground truth in the store.")] = "truth",
+    alpha: Share = 0.5,
+    name: str = "truth",
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -70,6 +67,11 @@ def truth(
 
     Half of the subsets serve for choosing, half for reporting. An interrupted run resumes; more
     subsets are added to existing ones.
+
+    Options:
+        subsets: Random subsets.
+        alpha: Share of rows in a subset.
+        name: Name of the ground truth in the store.
     """
     import gradkeep as gk
 
@@ -119,10 +121,9 @@ def lds(
         return
     fields = [
         {
-            "method": one.name,
             **evaluation_fields(one.evaluation),
-            "cpu_seconds": one.cpu_seconds,
-            "bytes_per_row": one.bytes_per_row,
+            **pick_fields(one, "cpu_seconds", "bytes_per_row"),
+            "method": one.name,
             "saved": name,
         }
         for one, name in zip(judged, names, strict=True)
@@ -155,25 +156,24 @@ def removal(
     store: StoreArgument,
     method: MethodOption = None,
     recipe: RecipeOption = None,
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, max=MAX_COUNT, help="Rows to remove; repeatable.")
-    ] = None,
-    query: Annotated[
-        list[int] | None, typer.Option(help="Id of a query; repeatable. Default: ten queries.")
-    ] = None,
-    against: Annotated[
-        list[str] | None, typer.Option(help="A method to compare with; repeatable.")
-    ] = None,
-    keep_only: Annotated[
-        bool, typer.Option("--keep-only", help="Train on the chosen rows alone.")
-    ] = False,
+    size: Annotated[list[int] | None, typer.Option(min=1, max=MAX_COUNT)] = None,
+    query: list[int] | None = None,
+    against: list[str] | None = None,
+    keep_only: bool = False,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
     *,
     captures: CaptureOptions,
     result: ResultOptions,
 ) -> None:
-    """Retrain without the rows that helped queries most, beside random rows and a baseline."""
+    """Retrain without the rows that helped queries most, beside random rows and a baseline.
+
+    Options:
+        size: Rows to remove; repeatable.
+        query: Id of a query; repeatable. Default: ten queries.
+        against: A method to compare with; repeatable.
+        keep_only: Train on the chosen rows alone.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -196,12 +196,16 @@ def leakage(
     store: StoreArgument,
     copies: CopiesOption = None,
     method: MethodsOption = None,
-    k: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rank that counts as found.")] = 1,
+    k: Positive = 1,
     *,
     captures: CaptureOptions,
     result: ResultOptions,
 ) -> None:
-    """Measure how often the copy of a query among the training rows has the highest score."""
+    """Measure how often the copy of a query among the training rows has the highest score.
+
+    Options:
+        k: Rank that counts as found.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -214,14 +218,16 @@ def sanity(
     store: StoreArgument,
     method: MethodOption = None,
     truth: TruthOption = None,
-    random_run: Annotated[
-        str | None, typer.Option("--random-run", help="Run of a model with random weights.")
-    ] = None,
+    random_run: str | None = None,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Check that shuffled scores predict nothing, and compare with a random model's scores."""
+    """Check that shuffled scores predict nothing, and compare with a random model's scores.
+
+    Options:
+        random_run: Run of a model with random weights.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -292,11 +298,16 @@ def all(
 
 def compare(
     store: StoreArgument,
-    first: Annotated[str, typer.Argument(metavar="A", help="Name of a saved evaluation.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Name of another one.")],
+    first: Annotated[str, typer.Argument(metavar="A")],
+    second: Annotated[str, typer.Argument(metavar="B")],
     json: JsonOption = False,
 ) -> None:
-    """Compare two saved evaluations by a paired bootstrap."""
+    """Compare two saved evaluations by a paired bootstrap.
+
+    Options:
+        first: Name of a saved evaluation.
+        second: Name of another one.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
@@ -305,14 +316,8 @@ def compare(
     if not json:
         print(comparison)
         return
-    print_json(
-        {
-            "metric": comparison.metric,
-            "difference": comparison.value,
-            "interval": comparison.interval,
-            "differs": comparison.differs,
-        }
-    )
+    fields = pick_fields(comparison, "metric", "interval", "differs")
+    print_json({**fields, "difference": comparison.value})
 
 
 def _judge(
@@ -375,11 +380,7 @@ def _evaluate_labels(store: Store, wrong: str | None, **captures: Any) -> list[E
     import gradkeep as gk
 
     if wrong is None:
-        raise EvaluationError(
-            "known wrong labels are needed",
-            code="cli.missing_option",
-            fix="--wrong FILE with their ids",
-        )
+        raise missing_option(EvaluationError, "known wrong labels", "--wrong FILE with their ids")
     ids = read_ids(wrong)
     evaluations, measures = [], []
     for by in ("loss", "self", "noise"):
@@ -410,11 +411,80 @@ def _evaluate_leakage(scores: Scores, copies: str | None, k: int) -> Evaluation:
     import gradkeep as gk
 
     if copies is None:
-        raise EvaluationError(
-            "known copies of queries are needed",
-            code="cli.missing_option",
-            fix="--copies FILE with lines: query id, row id",
-        )
+        fix = "--copies FILE with lines: query id, row id"
+        raise missing_option(EvaluationError, "known copies of queries", fix)
     copy_of = dict(read_numbers(copies, columns=2).tolist())
     expected = np.array([copy_of.get(int(query), -1) for query in scores.query_ids])
     return gk.evaluate.leakage(scores, expected, k=k)
+
+
+PlotsOption = Annotated[
+    str | None, typer.Option("--plots", metavar="DIR", help="Write plots to this folder.")
+]
+SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Save results in the store.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOptions:
+    """Output of evaluations."""
+
+    save: SaveOption = True
+    plots: PlotsOption = None
+    json: JsonOption = False
+
+
+def save_evaluations(
+    store: Store, evaluations: list[Evaluation], result: ResultOptions
+) -> list[str | None]:
+    """Save and plot evaluations; return their names in the store."""
+    import xxhash
+
+    folder = None
+    if result.plots is not None:
+        folder = output_folder(result.plots, error=EvaluationError)
+    names: list[str | None] = []
+    for one in evaluations:
+        digest = xxhash.xxh3_64_hexdigest(f"{one.universe} {one.subject} {one.value}".encode())[:8]
+        words = re.sub(r"[^A-Za-z0-9]+", "-", f"{one.metric} {one.subject.split(' at ')[0]}")
+        name = f"{words.strip('-')[:80]}-{digest}"
+        if result.save:
+            one.save(name, store=store)
+        names.append(name if result.save else None)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            one.plot().savefig(folder / f"{name}.png")
+    return names
+
+
+def show_evaluations(store: Store, evaluations: list[Evaluation], result: ResultOptions) -> None:
+    """Save, plot and print evaluations."""
+    names = save_evaluations(store, evaluations, result)
+    if result.json:
+        pairs = zip(evaluations, names, strict=True)
+        print_json([{**evaluation_fields(one), "saved": name} for one, name in pairs])
+        return
+    for one in evaluations:
+        print(one)
+        if one.curve is not None:
+            print("  " + str(one.curve).replace("\n", "\n  "))
+    print_saved_names(names)
+
+
+def print_saved_names(names: list[str | None]) -> None:
+    """Print the names of saved evaluations."""
+    saved = [name for name in names if name is not None]
+    if saved:
+        print(f"saved as {', '.join(saved)}")
+
+
+def evaluation_fields(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as JSON fields."""
+    curve = evaluation.curve
+    lines = {} if curve is None else dict(zip(curve.names, curve.values.tolist(), strict=True))
+    return {
+        **pick_fields(evaluation, "metric", "subject", "value", "interval", "level", "ceiling"),
+        "share_of_ceiling": evaluation.share,
+        **pick_fields(evaluation.sizes, "queries", "subsets", "seeds", "rows"),
+        **pick_fields(evaluation, "truth", "provenance"),
+        "curve": None if curve is None else {curve.along: curve.at.tolist(), **lines},
+    }

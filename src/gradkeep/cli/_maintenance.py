@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._display import (
-    describe_rows,
-    describe_state,
-    format_ratio,
-    format_size,
-    progress,
-)
-from gradkeep.cli._files import MAX_COUNT, input_folder
-from gradkeep.cli._options import JsonOption, StoreArgument, print_json
+from gradkeep._display import format_ratio, format_size, pick_fields, progress
+from gradkeep.cli._inputs import input_folder
+from gradkeep.cli._options import JsonOption, Positive, StoreArgument, print_json
 from gradkeep.errors import StoreError
 
 if TYPE_CHECKING:
@@ -79,12 +74,12 @@ def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = No
 
     parts = [
         name,
-        f"{describe_rows(block)} rows" if counts is None else counts,
+        f"{block.rows_text} rows" if counts is None else counts,
         format_size(block.data_bytes),
     ]
     if block.ratio is not None:
         parts.append(f"{format_ratio(block.ratio)} smaller than {format_size(block.dense_bytes)}")
-    parts.append(describe_state(block))
+    parts.append(block.state_text)
     branch = tree.add(escape("  ".join(parts)) + _problem(block.problem))
     groups: dict[str, list[Any]] = {}
     for layer in block.layers:
@@ -107,16 +102,18 @@ def _problem(problem: str | None) -> str:
 
 def sql(
     store: StoreArgument,
-    query: Annotated[
-        str, typer.Argument(metavar="QUERY", help="One SELECT or DESCRIBE statement.")
-    ],
+    query: Annotated[str, typer.Argument(metavar="QUERY")],
     json: JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV; NULL is an empty cell.")] = False,
+    csv: bool = False,
 ) -> None:
     """Query a store in SQL, offline and read-only.
 
     Tables: samples (a row per sample: run, checkpoint, split, capture, id, all scalars), captures,
     scores, runs, checkpoints. "DESCRIBE samples" lists columns.
+
+    Options:
+        query: One SELECT or DESCRIBE statement.
+        csv: Print CSV; NULL is an empty cell.
     """
     import gradkeep.store as stores
 
@@ -137,55 +134,29 @@ def sql(
 
 def verify(
     store: StoreArgument,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Move damaged files to quarantine and remove unfinished writes.",
-        ),
-    ] = False,
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            "--sample",
-            min=1,
-            max=MAX_COUNT,
-            help="Verify a random sample of this many segments; all documents are verified.",
-        ),
-    ] = None,
+    repair: bool = False,
+    sample: Positive | None = None,
     json: JsonOption = False,
 ) -> None:
     """Verify the checksums of every file of a store.
 
     Exit code 0 if the store is healthy, 1 if there is damage; damaged files and tensors are listed.
     After --repair, run the capture again to recreate what was moved to quarantine.
+
+    Options:
+        repair: Move damaged files to quarantine and remove unfinished writes.
+        sample: Verify a random sample of this many segments; all documents are verified.
     """
     import gradkeep.store as stores
 
     with progress("verify", "files") as report:
         verdict = stores.verify(store, repair=repair, sample=sample, progress=report)
     if json:
-        print_json(_fields(verdict))
+        print_json({"healthy": verdict.healthy, **dataclasses.asdict(verdict)})
     else:
         _show(verdict)
     if not verdict.healthy:
         raise typer.Exit(1)
-
-
-def _fields(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "healthy": verdict.healthy,
-        "files": verdict.files,
-        "bytes": verdict.bytes,
-        "segments": verdict.segments,
-        "read": verdict.read,
-        "damage": [
-            {"path": item.path, "tensor": item.tensor, "what": item.what} for item in verdict.damage
-        ],
-        "orphans": list(verdict.orphans),
-        "unknown": list(verdict.unknown),
-        "repaired": list(verdict.repaired),
-    }
 
 
 def _show(verdict: Verdict) -> None:
@@ -211,25 +182,23 @@ def _show(verdict: Verdict) -> None:
 
 def gc(
     store: StoreArgument,
-    keep_versions: Annotated[
-        int,
-        typer.Option("--keep-versions", min=1, max=MAX_COUNT, help="Versions of a block to keep."),
-    ] = 1,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be removed.")
-    ] = False,
+    keep_versions: Positive = 1,
+    dry_run: bool = False,
     json: JsonOption = False,
 ) -> None:
     """Remove old versions, segments that only they refer to, and unfinished writes.
 
     Safe at any time, also while others read and write.
+
+    Options:
+        keep_versions: Versions of a block to keep.
+        dry_run: Only list what would be removed.
     """
     import gradkeep.store as stores
 
     swept = stores.gc(store, keep_versions=keep_versions, dry_run=dry_run)
     if json:
-        fields = {"dry_run": dry_run, "files": list(swept.files), "bytes": swept.bytes}
-        print_json(fields)
+        print_json({"dry_run": dry_run, "files": swept.files, "bytes": swept.bytes})
         return
     verb = "would remove" if dry_run else "removed"
     for file in swept.files:
@@ -239,17 +208,16 @@ def gc(
 
 def delete(
     store: StoreArgument,
-    capture: Annotated[
-        str,
-        typer.Argument(
-            metavar="CAPTURE",
-            help="RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, scores/NAME or datamodels/NAME.",
-        ),
-    ],
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm; deletion cannot be undone.")] = False,
+    capture: Annotated[str, typer.Argument(metavar="CAPTURE")],
+    yes: bool = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete a capture, or saved scores, with all versions."""
+    """Delete a capture, or saved scores, with all versions.
+
+    Options:
+        capture: RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, scores/NAME or datamodels/NAME.
+        yes: Confirm; deletion cannot be undone.
+    """
     import gradkeep.store as stores
 
     opened = stores.open(store, create=False)
@@ -281,11 +249,10 @@ def delete(
         opened.delete(key)
     else:
         opened.delete_rows(str(row_set))
-    where = folders[0]
     if json:
-        print_json({"deleted": where, "rows": rows, "bytes": size})
+        print_json({"deleted": folders[0], "rows": rows, "bytes": size})
     else:
-        print(f"deleted {where}: {rows} rows, {format_size(size)}")
+        print(f"deleted {folders[0]}: {rows} rows, {format_size(size)}")
 
 
 def _key(name: str) -> BlockKey:
@@ -311,31 +278,25 @@ def _key(name: str) -> BlockKey:
 
 
 def trak(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="save_dir of the released TRAK package.")
-    ],
-    store: Annotated[
-        str | None,
-        typer.Option("--store", help="Folder or URL; default: DIR-gradkeep."),
-    ] = None,
-    run: Annotated[str, typer.Option(help="Name of the run.")] = "trak",
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    store: str | None = None,
+    run: str = "trak",
     json: JsonOption = False,
 ) -> None:
-    """Import projected gradients, weights and scores of TRAK into a store; DIR is not changed."""
+    """Import projected gradients, weights and scores of TRAK into a store; DIR is not changed.
+
+    Options:
+        folder: save_dir of the released TRAK package.
+        store: Folder or URL; default: DIR-gradkeep.
+        run: Name of the run.
+    """
     from gradkeep.compat.trak import import_save_dir
 
     whole = input_folder(folder, error=StoreError).resolve()
     target = store or str(whole.with_name(f"{whole.name}-gradkeep"))
     imported = import_save_dir(folder, target, run=run)
     if json:
-        print_json(
-            {
-                "store": target,
-                "checkpoints": imported.checkpoints,
-                "scores": imported.scores,
-                "skipped": imported.skipped,
-            }
-        )
+        print_json({"store": target, **pick_fields(imported, "checkpoints", "scores", "skipped")})
         return
     for name in imported.checkpoints:
         print(f"imported   projected gradients of {name}")

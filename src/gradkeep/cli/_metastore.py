@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from gradkeep._arguments import short_repr
 from gradkeep.cli._errors import INCOMPLETE
-from gradkeep.cli._files import MAX_COUNT, input_file, output_folder
-from gradkeep.cli._options import JsonOption, print_json, split_words
+from gradkeep.cli._inputs import input_file, output_folder
+from gradkeep.cli._options import JsonOption, parse_numbers, print_json, split_words
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -21,32 +20,30 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    config: Annotated[
-        Path, typer.Option("--config", help="MetaStore's configuration file.")
-    ] = Path("config.yaml"),
-    data: Annotated[
-        str, typer.Option("--data", help="Data sets, comma-separated; each has its model.")
-    ] = "cifar10,AGNews,imagenet",
-    methods: Annotated[
-        str, typer.Option("--methods", help="Methods, comma-separated.")
-    ] = "ted,half,recon,naive",
-    samples: Annotated[str, typer.Option("--samples", help="Numbers, comma-separated.")] = "5000",
-    queries: Annotated[str, typer.Option("--queries", help="Numbers, comma-separated.")] = "50",
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the stored gradients.")
-    ] = None,
-    biases: Annotated[
-        bool, typer.Option("--biases", help="Include biases, which MetaStore leaves out.")
-    ] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the table and the plots.")] = Path(
-        "sweep"
-    ),
+    config: Path = Path("config.yaml"),
+    data: str = "cifar10,AGNews,imagenet",
+    methods: str = "ted,half,recon,naive",
+    samples: str = "5000",
+    queries: str = "50",
+    name: str | None = None,
+    biases: bool = False,
+    out: Path = Path("sweep"),
     json: JsonOption = False,
 ) -> None:
     """Run MetaStore's four methods on its three data sets: a table and plots of time and bytes.
 
     Does what `experiment_run.sh` does, in one process. Stored gradients are reused. Failures are
     listed in their row; the exit code is then 3.
+
+    Options:
+        config: MetaStore's configuration file.
+        data: Data sets, comma-separated; each has its model.
+        methods: Methods, comma-separated.
+        samples: Numbers, comma-separated.
+        queries: Numbers, comma-separated.
+        name: Name of the stored gradients.
+        biases: Include biases, which MetaStore leaves out.
+        out: Folder for the table and the plots.
     """
     from gradkeep.compat.metastore import experiment_run as experiments
 
@@ -56,8 +53,8 @@ def sweep(
         str(config),
         split_words(data),
         split_words(methods),
-        _numbers("samples", samples),
-        _numbers("queries", queries),
+        tuple(parse_numbers("samples", samples, error=CaptureError, least=1)),
+        tuple(parse_numbers("queries", queries, error=CaptureError, least=1)),
         name,
         weights_only=not biases,
     )
@@ -76,17 +73,3 @@ def sweep(
         print(f"written: {', '.join(map(str, [out / 'sweep.csv', *pictures]))}")
     if any(row.error for row in rows):
         raise typer.Exit(INCOMPLETE)
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    words = split_words(text)
-    if not words or not all(
-        w.isdecimal() and len(w) < 11 and 1 <= int(w) <= MAX_COUNT for w in words
-    ):
-        raise CaptureError(
-            f"--{flag} cannot be {short_repr(text)}",
-            code="cli.not_numbers",
-            expected="comma-separated whole numbers from 1",
-            fix=f"for example --{flag} 1000,5000",
-        )
-    return tuple(int(word) for word in words)

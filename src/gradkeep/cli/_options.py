@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import json
+import math
+import re
 import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from gradkeep._arguments import short_repr
 from gradkeep._display import to_json_types
-from gradkeep.cli._files import MAX_COUNT, MAX_WORKERS
 from gradkeep.errors import AttributionError, FarmError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.attribution._scores import Scores
+    from gradkeep.errors import GradkeepError
     from gradkeep.store import Store
 
-DEFAULT_RUN = "main"
+MAX_COUNT = 2**31 - 1
+MAX_WORKERS = 1024
+"""More processes than this on one machine are a typing error."""
+
+Positive = Annotated[int, typer.Option(min=1, max=MAX_COUNT)]
+Whole = Annotated[int, typer.Option(min=0, max=MAX_COUNT)]
+Seconds = Annotated[float, typer.Option(min=0, max=10 * 365 * 86400.0)]
+Share = Annotated[float, typer.Option(min=0, max=1)]
+Bytes = Annotated[str, typer.Option(metavar="BYTES")]
 
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URL of the store.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -86,6 +98,28 @@ def print_progress(progress: Any) -> None:
         print(f"\r  {progress}", end="", file=sys.stderr, flush=True)
 
 
+def missing_option(error: type[GradkeepError], what: str, fix: str) -> GradkeepError:
+    """Build the error about an option that a command needs."""
+    return error(f"this command needs {what}", code="cli.missing_option", fix=fix)
+
+
+def parse_numbers(
+    flag: str, text: str | None, *, error: type[GradkeepError], least: int = 0
+) -> list[int]:
+    """Parse comma-separated whole numbers."""
+    words = split_words(text or "")
+    if not words or not all(
+        re.fullmatch(r"-?\d{1,10}", word) and least <= int(word) <= MAX_COUNT for word in words
+    ):
+        raise error(
+            f"--{flag} cannot be {short_repr(text)}",
+            code="cli.not_numbers",
+            expected=f"comma-separated whole numbers from {least}",
+            fix=f"for example --{flag} 3,70",
+        )
+    return [int(word) for word in words]
+
+
 def parse_pairs(pairs: Sequence[str], *, example: str) -> dict[str, str]:
     """Split arguments of the form NAME=VALUE."""
     split = [pair.partition("=") for pair in pairs]
@@ -105,8 +139,7 @@ class WorkerOptions:
     """Where the work of a command runs."""
 
     workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=1, max=100_000, help="Processes; default: only this one."),
+        int | None, typer.Option(min=1, max=100_000, help="Processes; default: only this one.")
     ] = None
     engine: EngineOption = "local"
     address: AddressOption = None
@@ -146,8 +179,8 @@ def choose_runs(
     for key in store.captures():
         if key.capture == capture:
             captured.setdefault(key.run, set()).add(key.split)
-    if DEFAULT_RUN in captured or not captured:
-        return [DEFAULT_RUN]
+    if "main" in captured or not captured:
+        return ["main"]
     candidates = sorted(run for run, available in captured.items() if available >= set(splits))
     if len(candidates) == 1:
         return candidates
@@ -189,25 +222,26 @@ class CaptureOptions:
         return gk.attribute(store, method=method, **{**self.arguments(store), **options})
 
 
-def flatten_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Present the fields of a command's dataclass parameters to typer as single options."""
+def typer_command(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Present a command to typer: fields of dataclass parameters as options, help from `Options:`."""
     signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, Any] = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if dataclasses.is_dataclass(parameter.annotation)
-    }
+    text, helps = _split_docstring(command)
+    groups: dict[str, Any] = {}
     parameters = []
     for name, parameter in signature.parameters.items():
-        if name not in groups:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+        if not dataclasses.is_dataclass(parameter.annotation):
+            hint = _typer_hint(name, parameter.annotation, helps.get(name))
+            kind = parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=kind, annotation=hint))
             continue
-        hints = get_type_hints(groups[name], include_extras=True)
-        for field in dataclasses.fields(groups[name]):
-            kind, hint = parameter.KEYWORD_ONLY, hints[field.name]
-            parameters.append(
-                inspect.Parameter(field.name, kind, default=field.default, annotation=hint)
-            )
+        groups[name] = group = parameter.annotation
+        hints = get_type_hints(group, include_extras=True)
+        _, helps_of_group = _split_docstring(group)
+        for field in dataclasses.fields(group):
+            hint = _typer_hint(field.name, hints[field.name], helps_of_group.get(field.name))
+            default = parameter.empty if field.default is dataclasses.MISSING else field.default
+            kind = parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=hint))
 
     @functools.wraps(command)
     def call(**options: Any) -> Any:
@@ -216,6 +250,37 @@ def flatten_options(command: Callable[..., Any]) -> Callable[..., Any]:
             options[name] = group(**{field: options.pop(field) for field in names})
         return command(**options)
 
+    call.__doc__ = text
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def _split_docstring(command: Any) -> tuple[str, dict[str, str]]:
+    """Return the docstring without its section `Options:`, and the text of each argument."""
+    text, _, arguments = inspect.cleandoc(command.__doc__ or "").partition("\n\nOptions:\n")
+    pairs = (line.partition(": ") for line in arguments.splitlines())
+    return text, {name.strip(): meaning for name, _, meaning in pairs}
+
+
+def _typer_hint(name: str, hint: Any, text: str | None) -> Any:
+    """Add the help text to the option or argument; make plain flags and refuse NaN in numbers."""
+    union = get_args(hint)
+    if type(None) in union and get_origin(union[0]) is Annotated:  # Positive | None
+        base, option = get_args(union[0])
+        hint = Annotated[base | None, option]
+    base, option = get_args(hint) if get_origin(hint) is Annotated else (hint, typer.Option())
+    option = copy.copy(option)
+    option.help = option.help or text
+    if base is bool and option.default is ... and not option.param_decls:
+        option.param_decls = (f"--{name.replace('_', '-')}",)
+    if float in (base, *get_args(base)):
+        option.callback = _finite
+    return Annotated[base, option]
+
+
+def _finite(value: float | None) -> float | None:
+    """Refuse NaN and infinity, which pass typer's range checks."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value

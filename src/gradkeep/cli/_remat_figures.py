@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,8 @@ import typer
 
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
-from gradkeep.cli._files import MAX_WORKERS, input_file, output_folder
-from gradkeep.cli._options import JsonOption, parse_pairs, print_json, split_words
+from gradkeep.cli._inputs import input_file, output_folder
+from gradkeep.cli._options import MAX_WORKERS, JsonOption, parse_pairs, print_json, split_words
 from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it
 from gradkeep.errors import RematError
 
@@ -34,49 +35,50 @@ WorkersOption = Annotated[
     int | None,
     typer.Option("--workers", min=1, max=MAX_WORKERS, help="Processes; default: one per core."),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """How the simulations of a figure run."""
+
+    limit: LimitOption = 2.0
+    workers: WorkersOption = None
+    json: JsonOption = False
+
+
 _RATIOS = "1.0,0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
 _LIVE_RATIOS = "0.9,0.8,0.7,0.6,0.5,0.4"
 
 
 def pareto(
-    logs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[LOG...]", help="Recorded steps.")
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="A reference model to train; repeatable."),
-    ] = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option("--size", help="Size of the models: batch_size=16; repeatable."),
-    ] = None,
+    logs: Annotated[list[Path] | None, typer.Argument(metavar="[LOG...]")] = None,
+    model: list[str] | None = None,
+    size: list[str] | None = None,
     out: OutOption = Path("pareto"),
-    heuristics: Annotated[
-        str | None, typer.Option("--heuristics", help="Comma-separated names; default: seven.")
-    ] = None,
+    heuristics: str | None = None,
     ratios: RatiosOption = _RATIOS,
-    live_heuristics: Annotated[
-        str, typer.Option("--live-heuristics", help="Heuristics to train the live model with.")
-    ] = "dtr-eq",
-    live_ratios: Annotated[
-        str, typer.Option("--live-ratios", help="Budgets to train the live model in.")
-    ] = _LIVE_RATIOS,
-    placements: Annotated[
-        str | None,
-        typer.Option("--placements", help="Checkpoint placements: 4 segments, all, even, ..."),
-    ] = None,
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10_000, help="Timed steps per measurement.")
-    ] = 5,
-    limit: LimitOption = 2.0,
-    workers: WorkersOption = None,
-    json: JsonOption = False,
+    live_heuristics: str = "dtr-eq",
+    live_ratios: str = _LIVE_RATIOS,
+    placements: str | None = None,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000)] = 5,
+    *,
+    sweeping: SweepOptions,
 ) -> None:
     """Plot slowdown against budget for every heuristic, one panel per log or model.
 
     A model is recorded and simulated, and trained in each budget: online, planned, and with
     torch.utils.checkpoint. Small graphs also get the optimum. Writes pareto.csv, pareto.png,
     pareto.svg and a self-contained pareto.html.
+
+    Options:
+        logs: Recorded steps.
+        model: A reference model to train; repeatable.
+        size: Size of the models: batch_size=16; repeatable.
+        heuristics: Comma-separated names; default: seven.
+        live_heuristics: Heuristics to train the live model with.
+        live_ratios: Budgets to train the live model in.
+        placements: Checkpoint placements: 4 segments, all, even, ...
+        repeats: Timed steps per measurement.
     """
     from gradkeep.compat.dtr.experiments._config import pareto_experiment
     from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
@@ -102,55 +104,52 @@ def pareto(
             live_heuristics=split_words(live_heuristics),
             live_ratios=_numbers(live_ratios),
             placements=split_words(placements) if placements else PLACEMENTS,
-            limit=limit,
+            limit=sweeping.limit,
             repeats=repeats,
         )
-        measured = _trained(experiment, out / "trials", workers)
+        measured = _trained(experiment, out / "trials", sweeping.workers)
     look = FigureStyle("Time against memory budget")
     for log in logs or []:
         input_file(log, error=RematError)
     cases = [
-        *sweep_cases(logs or [], heuristics=names, ratios=budgets, limit=limit),
+        *sweep_cases(logs or [], heuristics=names, ratios=budgets, limit=sweeping.limit),
         *optimum_cases(logs or [], ratios=budgets),
     ]
-    _figure("pareto", look, cases, out, workers, json=json, measured=measured)
+    _figure("pareto", look, cases, out, sweeping, measured)
 
 
 def ablate(
     logs: LogsArgument,
     out: OutOption = Path("ablate"),
     ratios: RatiosOption = "0.9,0.7,0.5,0.3",
-    limit: LimitOption = 2.0,
-    workers: WorkersOption = None,
-    json: JsonOption = False,
+    *,
+    sweeping: SweepOptions,
 ) -> None:
     """Compare the parts of the heuristic: neighborhood, size and staleness."""
     from gradkeep.remat.simulator._sweep import ABLATE
 
-    _simulated(ABLATE, logs, out, ratios, limit, workers, json=json)
+    _simulated(ABLATE, logs, out, ratios, sweeping)
 
 
 def accesses(
     logs: LogsArgument,
     out: OutOption = Path("accesses"),
     ratios: RatiosOption = _RATIOS,
-    limit: LimitOption = 2.0,
-    workers: WorkersOption = None,
-    json: JsonOption = False,
+    *,
+    sweeping: SweepOptions,
 ) -> None:
     """Count the storages that each heuristic accesses to make its choices."""
     from gradkeep.remat.simulator._sweep import ACCESSES
 
-    _simulated(ACCESSES, logs, out, ratios, limit, workers, json=json)
+    _simulated(ACCESSES, logs, out, ratios, sweeping)
 
 
 def banish(
     logs: LogsArgument,
     out: OutOption = Path("banish"),
     ratios: RatiosOption = _RATIOS,
-    limit: LimitOption = 2.0,
-    workers: WorkersOption = None,
-    json: JsonOption = False,
+    *,
+    sweeping: SweepOptions,
 ) -> None:
     """Compare deallocation policies: banish unreferenced storages, evict them at once, or ignore them.
 
@@ -158,24 +157,23 @@ def banish(
     """
     from gradkeep.remat.simulator._sweep import BANISH
 
-    _simulated(BANISH, logs, out, ratios, limit, workers, json=json)
+    _simulated(BANISH, logs, out, ratios, sweeping)
 
 
 def figures(
-    logs: Annotated[
-        list[Path],
-        typer.Argument(metavar="LOGS...", help="A folder of logs, a manifest, or logs."),
-    ],
+    logs: Annotated[list[Path], typer.Argument(metavar="LOGS...")],
     out: OutOption = Path("figures"),
     ratios: RatiosOption = _RATIOS,
-    limit: LimitOption = 2.0,
-    workers: WorkersOption = None,
-    json: JsonOption = False,
+    *,
+    sweeping: SweepOptions,
 ) -> None:
     """Plot all simulated figures of the DTR paper: pareto, banishing, ablation, accesses.
 
     Random choices are shown as mean and range of ten seeds; accesses are counted as in the original.
     Writes figures.csv and each plot as .png, .svg and .html.
+
+    Options:
+        logs: A folder of logs, a manifest, or logs.
     """
     from gradkeep.remat.simulator._plots import draw_sweep
     from gradkeep.remat.simulator._sweep import PAPER_FIGURES, find_logs, sweep
@@ -184,35 +182,34 @@ def figures(
     _show_notes(notes)
     paths = [log.path for log in found_logs]
     titles = tuple((str(log.path), log.title) for log in found_logs)
-    shares = _numbers(ratios)
+    shares, limit = _numbers(ratios), sweeping.limit
     cases = [case for one in PAPER_FIGURES for case in one.cases(paths, ratios=shares, limit=limit)]
     table = output_folder(out, error=RematError) / "figures.csv"
     with progress("figures", "simulations") as report:
-        rows = sweep(cases, table, workers=workers, progress=report)
+        rows = sweep(cases, table, workers=sweeping.workers, progress=report)
     files = [table]
     for one in PAPER_FIGURES:
         look = dataclasses.replace(one.style, titles=titles)
         files += draw_sweep(one.rows(rows), out, one.name, look)
-    _show_files(rows, files, json=json, logs=len(found_logs), notes=notes)
+    _show_files(rows, files, json=sweeping.json, logs=len(found_logs), notes=notes)
 
 
 def experiments(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="JSON or YAML: commands per model.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Output folder; a rerun resumes.")] = Path(
-        "experiments"
-    ),
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    out: Path = Path("experiments"),
     workers: WorkersOption = None,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run failed trials again.")
-    ] = False,
+    retry_failed: bool = False,
     json: JsonOption = False,
 ) -> None:
     """Run the trials of a configuration: training steps, plain and in budgets, live and simulated.
 
     Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. An interrupted run
     resumes. Exit code 3 if trials failed.
+
+    Options:
+        config: JSON or YAML: commands per model.
+        out: Output folder; a rerun resumes.
+        retry_failed: Run failed trials again.
     """
     from gradkeep.compat.dtr.experiments._config import read_experiment
     from gradkeep.compat.dtr.experiments._run import run_experiment
@@ -279,15 +276,12 @@ def _simulated(
     logs: Sequence[Path],
     out: Path,
     ratios: str,
-    limit: float,
-    workers: int | None,
-    *,
-    json: bool,
+    sweeping: SweepOptions,
 ) -> None:
     for log in logs:
         input_file(log, error=RematError)
-    cases = figure.cases(logs, ratios=_numbers(ratios), limit=limit)
-    _figure(figure.name, figure.style, cases, out, workers, json=json)
+    cases = figure.cases(logs, ratios=_numbers(ratios), limit=sweeping.limit)
+    _figure(figure.name, figure.style, cases, out, sweeping)
 
 
 def _figure(
@@ -295,9 +289,7 @@ def _figure(
     look: FigureStyle,
     cases: Sequence[SweepCase],
     out: Path,
-    workers: int | None,
-    *,
-    json: bool,
+    sweeping: SweepOptions,
     measured: Sequence[SweepRow] = (),
 ) -> None:
     from gradkeep.remat.simulator._plots import draw_sweep, summarize_sweep
@@ -305,15 +297,15 @@ def _figure(
 
     table = output_folder(out, error=RematError) / f"{name}.csv"
     with progress(name, "simulations") as report:
-        rows = sweep(cases, table, workers=workers, progress=report)
+        rows = sweep(cases, table, workers=sweeping.workers, progress=report)
     rows += measured
     if not rows:
         raise RematError("no trial has a result to plot", code="cli.nothing_to_plot")
     write_table(table, rows)
     files = [table, *draw_sweep(rows, out, name, look)]
-    for line in () if json else summarize_sweep(rows):
+    for line in () if sweeping.json else summarize_sweep(rows):
         print(line)
-    _show_files(rows, files, json=json)
+    _show_files(rows, files, json=sweeping.json)
 
 
 def _show_files(

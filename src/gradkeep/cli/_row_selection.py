@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._evaluation_output import evaluation_fields
-from gradkeep.cli._files import output_file
-from gradkeep.cli._imports import load_recipe, read_ids
+from gradkeep.cli._evaluate import evaluation_fields
+from gradkeep.cli._inputs import load_recipe, output_file, read_ids
 from gradkeep.cli._options import (
     CaptureOption,
     CaptureOptions,
@@ -39,10 +38,8 @@ OutOption = Annotated[
 
 def select(
     store: StoreArgument,
-    target: Annotated[str, typer.Option("--target", help="Split to train for.")] = "test",
-    keep: Annotated[
-        str, typer.Option("--keep", metavar="SHARE", help="Rows to select: 10% or 500.")
-    ] = "10%",
+    target: str = "test",
+    keep: Annotated[str, typer.Option(metavar="SHARE")] = "10%",
     method: MethodOption = None,
     train: TrainOption = "train",
     checkpoints: CheckpointOption = None,
@@ -57,6 +54,10 @@ def select(
     """Select the training rows that help a target split most.
 
     With --recipe, a model is trained on them alone, and on as many random rows.
+
+    Options:
+        target: Split to train for.
+        keep: Rows to select: 10% or 500.
     """
     import gradkeep as gk
 
@@ -75,9 +76,7 @@ def select(
 
 def leaks(
     store: StoreArgument,
-    above: Annotated[
-        float, typer.Option(min=-1, max=1, help="Minimum cosine of two gradients.")
-    ] = 0.95,
+    above: Annotated[float, typer.Option(min=-1, max=1)] = 0.95,
     out: OutOption = None,
     recipe: RecipeOption = None,
     seeds: SeedsOption = 3,
@@ -90,6 +89,9 @@ def leaks(
 
     With --recipe, the model is trained without them, and without as many random rows; negative
     figures mean that the queries are predicted worse without their copies.
+
+    Options:
+        above: Minimum cosine of two gradients.
     """
     import gradkeep as gk
 
@@ -108,7 +110,7 @@ def leaks(
 
 def check_removal(
     store: StoreArgument,
-    rows: Annotated[str, typer.Argument(metavar="ROWS", help="File of ids, or ids like 3,7.")],
+    rows: Annotated[str, typer.Argument(metavar="ROWS")],
     method: MethodOption = None,
     recipe: RecipeOption = None,
     seeds: SeedsOption = 5,
@@ -117,7 +119,11 @@ def check_removal(
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Train without some rows and compare the change of the queries with the scores' prediction."""
+    """Train without some rows and compare the change of the queries with the scores' prediction.
+
+    Options:
+        rows: File of ids, or ids like 3,7.
+    """
     import gradkeep as gk
 
     opened = gk.open(store, create=False)

@@ -1,4 +1,4 @@
-"""`gradkeep serve` and `report`: the local web UI, and the same in one HTML file."""
+"""`gradkeep demo`, `serve` and `report`: see it work, and look at a store in the browser."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import typer
 from gradkeep._arguments import short_repr
 from gradkeep._display import progress
 from gradkeep._environment import install_hint
-from gradkeep.cli._files import input_file, output_file
-from gradkeep.cli._imports import load_object, load_recipe
+from gradkeep.cli._inputs import input_file, load_object, load_recipe, output_file, output_folder
 from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
 from gradkeep.errors import DataError, MissingExtraError, RematError, StoreError
 
@@ -31,23 +30,25 @@ LogOption = Annotated[
 
 def serve(
     store: StoreArgument,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8765,
     data: DataOption = None,
     recipe: RecipeOption = None,
     log: LogOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Admit other machines, with a token.")
-    ] = False,
-    open_browser: Annotated[
-        bool | None, typer.Option("--open/--no-open", help="Open a browser; default: if possible.")
-    ] = None,
+    host: str = "127.0.0.1",
+    allow_remote: bool = False,
+    open_browser: Annotated[bool | None, typer.Option("--open/--no-open")] = None,
 ) -> None:
     """Serve the web UI of a store on this machine until Ctrl-C.
 
     Decisions about labels are saved in the store as they are made.
+
+    Options:
+        port: 0 takes any free port.
+        host: Address to listen on.
+        allow_remote: Admit other machines, with a token.
+        open_browser: Open a browser; default: if possible.
     """
-    serve_page = _web_module("_serve").serve  # a missing extra is reported before anything else
+    serve_page = _web_module("_app").serve  # a missing extra is reported before anything else
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
     can_open = sys.stdout.isatty() and (has_display or sys.platform == "darwin")
     serve_page(
@@ -63,9 +64,7 @@ def serve(
 
 def report(
     store: StoreArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The HTML file.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("report.html"),
     data: DataOption = None,
     recipe: RecipeOption = None,
     log: LogOption = None,
@@ -74,6 +73,9 @@ def report(
     """Write the web UI of a store into one HTML file that needs no server and no network.
 
     It explains wrong predictions, the least certain queries and the first ones.
+
+    Options:
+        out: The HTML file.
     """
     import gradkeep.store as stores
 
@@ -124,3 +126,34 @@ def _load_preview(source: str) -> Any:
             expected="a gk.Preview, one for each split, or a function that returns either",
         )
     return preview
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(show_default="gradkeep-demo, or gradkeep-demo-text")
+    ] = None,
+    text: bool = False,
+    seeds: Annotated[int, typer.Option(min=1, max=1000)] = 5,
+) -> None:
+    """Train on real digits with wrong labels planted, find them, and retrain without them.
+
+    One mistake is explained by groups of rows, scores are held against models trained on random
+    halves, a network is trained in half of its memory, a writer is killed and resumed, and a bit is
+    flipped and found. With --text, false sentences are planted in documents, and found by what they
+    made a language model say. Every number is computed in this run.
+
+    Options:
+        out: Where the demo's store goes.
+        text: A small language model and its documents instead.
+        seeds: Retrainings that each accuracy is a mean of.
+    """
+    where = out or Path("gradkeep-demo-text" if text else "gradkeep-demo")
+    output_folder(where, error=StoreError)
+    if text:
+        from gradkeep.cli._demo_text import run_text_demo
+
+        run_text_demo(where)
+        return
+    from gradkeep.cli._demo_digits import run_digits_demo
+
+    run_digits_demo(where, seeds=seeds)

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from gradkeep import _arguments
 from gradkeep._environment import import_extra
 from gradkeep.errors import FarmError
-from gradkeep.farm._job import check_workers
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._worker import broken_worker, stop_on_signals, work
+from gradkeep.farm._worker import broken_worker, check_workers, stop_on_signals, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradkeep.farm._job import JobSpec
+    from gradkeep.farm._worker import JobSpec
 
 _TICK = 0.5
 

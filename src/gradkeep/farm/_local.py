@@ -13,7 +13,6 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import FarmError
-from gradkeep.farm._job import check_workers
 from gradkeep.farm._worker import (
     BROKEN,
     STOPPED,
@@ -22,6 +21,7 @@ from gradkeep.farm._worker import (
     StopRequest,
     WorkerMessage,
     broken_worker,
+    check_workers,
     cores,
     environment,
     stop_on_signals,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
-    from gradkeep.farm._job import Job, JobSpec
+    from gradkeep.farm._worker import Job, JobSpec
     from gradkeep.store import Lease, Rows
 
 _TICK = 0.2

@@ -18,9 +18,16 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import ConflictError, FarmError, GradkeepError, StoreError
 from gradkeep.farm._clusters import RayCluster, Slurm
-from gradkeep.farm._job import Job, JobSpec, check_workers, pickle_job
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._worker import LeaseKeeper, Puller, stop_on_signals
+from gradkeep.farm._worker import (
+    Job,
+    JobSpec,
+    LeaseKeeper,
+    Puller,
+    check_workers,
+    pickle_job,
+    stop_on_signals,
+)
 
 if TYPE_CHECKING:
     import os

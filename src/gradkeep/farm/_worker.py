@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -14,20 +15,99 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import gradkeep.store as stores
+from gradkeep import _arguments
 from gradkeep.errors import FarmError, GradkeepError, LeaseLostError, StoreError, WriteFailedError
 from gradkeep.store.rows._rows import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-    from gradkeep.farm._job import Job, JobSpec
-    from gradkeep.store import Lease, Rows
+    from gradkeep.store import Durability, Lease, Rows
+
+Job = Callable[[Sequence[int]], Sequence[Mapping[str, Any]]]
+"""Computes rows: gets their numbers, returns the arrays of each, in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """Everything that a worker needs, small enough to be sent to any machine."""
+
+    store: str
+    """Path or address of the store, valid for every worker."""
+    rows: str
+    """Name of the set of rows in the store."""
+    job: bytes
+    """A `Job`, pickled."""
+    batch: int = 1
+    """Rows per claim."""
+    timeout: float | None = None
+    """Seconds per row; a batch may take this times its number of rows."""
+    max_attempts: int = 3
+    lease_seconds: float = 60.0
+    """Lease timeout: seconds after the last heartbeat until other workers may take the rows."""
+    grace: float = 20.0
+    """Seconds to finish current rows after a stop; then they are released."""
+    threads: int = 1
+    """Threads per worker, for torch and numpy's libraries."""
+    give_up_after: int = 10
+    """A worker whose first attempts, this many, all fail stops."""
+    durability: Durability = "full"
+    retry_errors: bool = True
+    """Retry errors of gradkeep; otherwise they end the run."""
+
+    def __post_init__(self) -> None:
+        _arguments.check_fields(self, FarmError)
+        for name in ("batch", "max_attempts", "threads", "give_up_after"):
+            value = getattr(self, name)
+            _arguments.count(name, value, error=FarmError, least=1, most=2**31 - 1)
+        for name in ("timeout", "lease_seconds", "grace"):
+            value, ten_years = getattr(self, name), 10 * 365 * 86400.0
+            _arguments.optional(
+                _arguments.number, name, value, error=FarmError, least=0, most=ten_years
+            )
+
+    def open_rows(self) -> Rows:
+        """Open the rows in this process."""
+        store = stores.open(self.store, create=False, durability=self.durability)
+        return store.rows(self.rows)
+
+    def load_job(self) -> Job:
+        """Unpickle the job."""
+        job: Job = pickle.loads(self.job)
+        return job
+
+
+def pickle_job(job: object) -> bytes:
+    """Pickle a job, or its arguments, for another process.
+
+    With cloudpickle installed, functions of scripts and notebooks work as well.
+    """
+    has_cloudpickle = importlib.util.find_spec("cloudpickle") is not None
+    pickler = importlib.import_module("cloudpickle" if has_cloudpickle else "pickle")
+    try:
+        pickled: bytes = pickler.dumps(job)
+    except Exception as error:
+        raise FarmError(
+            "the job cannot be sent to another process",
+            code="farm.not_picklable",
+            found=f"{type(error).__name__}: {error}",
+            expected="functions defined at the top of a module, and data that can be pickled",
+            fix="Move it into a module, install cloudpickle, or use workers=0.",
+        ) from error
+    return pickled
+
+
+def check_workers(workers: object, *, least: int = 0, most: int = 100_000) -> None:
+    """Raise if the number of workers is invalid."""
+    if workers is not None or least:
+        _arguments.count("workers", workers, error=FarmError, least=least, most=most)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -20,20 +20,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import operator
 import re
+import secrets
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import xxhash
 
-from gradkeep._arguments import LARGEST, check_fields, count, instance, number
-from gradkeep.errors import DamagedError, ReadOnlyError, StoreError
-from gradkeep.store._keys import HEADS, RUNS, validate_name
+from gradkeep._arguments import check_fields, instance
+from gradkeep.errors import ConflictError, DamagedError, ReadOnlyError, StoreError
+from gradkeep.store._keys import DECISIONS, HEADS, RUNS, validate_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gradkeep.store.backends._backend import Backend, Durability
 
 SMALL_DOCUMENT = 1 << 20
@@ -140,11 +145,7 @@ def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
 def _check_seal(data: bytes, *, path: str) -> None:
     body = data[:-_SEAL_BYTES]
     if len(data) <= _SEAL_BYTES or data[-_SEAL_BYTES:] != _seal(body):
-        raise DamagedError(
-            "the document does not match its checksum",
-            path=path,
-            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
-        )
+        raise DamagedError("the document does not match its checksum", path=path)
 
 
 def _check_counts(data: bytes, *, path: str) -> None:
@@ -187,7 +188,6 @@ def malformed_document(
         path=path,
         found=actual,
         expected=expected,
-        fix="Move it aside with `gradkeep verify STORE --repair`, and check the source of the store.",
     )
 
 
@@ -281,11 +281,10 @@ class Checkpoint:
         check_fields(self, StoreError)
         validate_name("run", self.run)
         validate_name("checkpoint", self.name)
-        if self.step is not None:
-            step = count("step", self.step, error=StoreError, least=-LARGEST, most=LARGEST)
-            object.__setattr__(self, "step", step)
+        if self.step is not None:  # numpy's numbers are not JSON
+            object.__setattr__(self, "step", operator.index(self.step))
         if self.lr is not None:
-            object.__setattr__(self, "lr", number("lr", self.lr, error=StoreError))
+            object.__setattr__(self, "lr", float(self.lr))
 
 
 def validate_run(run: Run) -> Run:
@@ -367,3 +366,107 @@ def record_head(
     # A read-only store stays readable.
     with contextlib.suppress(ReadOnlyError):
         backend.put_if_absent(head_key(folder, version, xxh3), [data], durability=durability)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Record a person's decision about the label of one row.
+
+    Attributes:
+        split: Split of the row.
+        row: Id of the row.
+        action: `accept` (the label is right), `relabel` (the label is wrong and should be `label`, if
+            known) or `undo` (cancel the decision with the number `of`).
+        label: The right label.
+        before: Label at the time of the decision.
+        of: Number of the decision that an undo cancels.
+        number: Position in the log of its split; assigned when the decision is recorded.
+        time: Time of recording, in seconds since the epoch.
+    """
+
+    split: str
+    row: int
+    action: Literal["accept", "relabel", "undo"]
+    label: int | None = None
+    before: int | None = None
+    of: int | None = None
+    number: int = -1
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, StoreError)
+        validate_name("split", self.split)
+        if (self.action == "undo") != (self.of is not None):
+            raise StoreError(
+                "`of` must be set for action 'undo' and for no other", code="store.invalid_decision"
+            )
+
+
+def append_decision(backend: Backend, decision: Decision, *, durability: Durability) -> Decision:
+    """Append a decision to the log of its split; return it with its number and time."""
+    number = _next_number(backend, decision.split)
+    while True:
+        numbered = dataclasses.replace(decision, number=number, time=time.time())
+        fields = {**dataclasses.asdict(numbered), "token": secrets.token_hex(8)}
+        try:
+            backend.put_if_absent(
+                decision_key(numbered.split, number),
+                [to_bytes(fields)],
+                durability=durability,
+            )
+        except ConflictError:  # another process took this number
+            number += 1
+            continue
+        return numbered
+
+
+def read_decisions(backend: Backend, split: str, *, start: int = 0) -> list[Decision]:
+    """Read the decisions about a split in order, from `start` on; a gap is damage."""
+    count = _next_number(backend, validate_name("split", split))
+    decisions = []
+    for number in range(start, count):
+        key = decision_key(split, number)
+        try:
+            decisions.append(read_decision(backend, key))
+        except FileNotFoundError:
+            raise DamagedError(
+                "a decision is missing, but later ones exist",
+                code="store.missing_decision",
+                path=backend.describe(key),
+            ) from None
+    return decisions
+
+
+def read_decision(backend: Backend, key: str) -> Decision:
+    """Read one decision."""
+    path = backend.describe(key)
+    fields = from_bytes(read_bytes(backend, key, most=SMALL_DOCUMENT), path=path)
+    if not isinstance(fields.pop("token", None), str):  # makes equal decisions differ
+        raise malformed_document(path, "no token")
+    return parse_record(Decision, fields, path=path)
+
+
+def current_decisions(decisions: Iterable[Decision]) -> dict[int, Decision]:
+    """Return the last decision about each row that was not undone, by row id.
+
+    >>> log = [Decision("train", 7, "accept", number=0), Decision("train", 7, "undo", of=0, number=1)]
+    >>> current_decisions(log[:1])[7].action, current_decisions(log)
+    ('accept', {})
+    """
+    stacks: dict[int, list[Decision]] = {}
+    for decision in decisions:
+        stack = stacks.setdefault(decision.row, [])
+        if decision.action == "undo":
+            stack[:] = [other for other in stack if other.number != decision.of]
+        else:
+            stack.append(decision)
+    return {row: stack[-1] for row, stack in stacks.items() if stack}
+
+
+def decision_key(split: str, number: int) -> str:
+    return f"{DECISIONS}/{split}/{number:06d}.json"
+
+
+def _next_number(backend: Backend, split: str) -> int:
+    names = (entry.name.removesuffix(".json") for entry in backend.list(f"{DECISIONS}/{split}"))
+    return max((int(name) + 1 for name in names if name.isdecimal()), default=0)

@@ -26,11 +26,10 @@ from gradkeep.store.blocks._manifest import (
     schema_key,
 )
 from gradkeep.store.blocks._segment import SUFFIX
-from gradkeep.store.catalog._samples import find_samples, is_samples
 from gradkeep.store.catalog._scan import block_addresses, entries_below, keys_below
-from gradkeep.store.rows._leases import LEASES
+from gradkeep.store.catalog._sql import find_samples, is_samples
 from gradkeep.store.rows._row_files import LOOSE, drop_packed_file, row_records, set_size
-from gradkeep.store.rows._rows import FAILED
+from gradkeep.store.rows._rows import FAILED, LEASES
 
 if TYPE_CHECKING:
     import os

@@ -22,17 +22,18 @@ from gradkeep.errors import (
     StoreError,
 )
 from gradkeep.store import _document
-from gradkeep.store._decisions import append_decision, read_decisions
 from gradkeep.store._document import (
     Checkpoint,
     Count,
     Record,
     Run,
+    append_decision,
     checkpoint_folder,
     from_bytes,
     parse_record,
     read_bytes,
     read_checkpoint,
+    read_decisions,
     read_run,
     record_head,
     run_folder,
@@ -53,7 +54,7 @@ from gradkeep.store._keys import (
     ScoresKey,
     validate_name,
 )
-from gradkeep.store.backends._schemes import backend_for
+from gradkeep.store.backends._backend import backend_for
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
@@ -62,11 +63,10 @@ from gradkeep.store.blocks._manifest import (
     schema_key,
     segment_file,
 )
-from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
+from gradkeep.store.blocks._writer import Writer, ensure_schema
 from gradkeep.store.catalog._info import store_info
-from gradkeep.store.catalog._samples import ensure_samples, samples_available
 from gradkeep.store.catalog._scan import block_addresses, folders, keys_below
-from gradkeep.store.catalog._sql import sql
+from gradkeep.store.catalog._sql import ensure_samples, samples_available, sql
 from gradkeep.store.rows._row_files import check_size, set_size
 from gradkeep.store.rows._rows import Rows
 
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from gradkeep.errors import GradkeepError
-    from gradkeep.store._decisions import Decision
+    from gradkeep.store._document import Decision
     from gradkeep.store._keys import BlockKey
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._manifest import Manifest
@@ -302,7 +302,7 @@ class Store:
         schema: Schema,
         *,
         extend: bool = False,
-        share: WriterShare | None = None,
+        segments: range | None = None,
     ) -> Writer:
         """Open a writer for a block: a new one, or resumed where an earlier writer stopped.
 
@@ -310,7 +310,8 @@ class Store:
             key: The block to write.
             schema: Its arrays, size and fingerprints.
             extend: Add rows to a sealed block as its next version.
-            share: Segments of this process, if several processes write the same rows.
+            segments: Numbers of the segments of this process, if several processes write the block; such a
+                writer need not see earlier rows, and does not seal.
 
         Returns:
             A context manager that seals the block when it ends without an exception.
@@ -324,7 +325,7 @@ class Store:
             schema,
             durability=self.durability,
             extend=extend,
-            share=share,
+            segments=segments,
             on_seal=lambda manifest: self._derive(key, manifest),
         )
 

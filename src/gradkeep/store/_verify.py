@@ -14,16 +14,17 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep.errors import DamagedError, GradkeepError, StoreError
-from gradkeep.store._decisions import decision_key, read_decision
 from gradkeep.store._document import (
     LARGE_DOCUMENT,
     LARGEST_DOCUMENT,
     SMALL_DOCUMENT,
     Head,
+    decision_key,
     head_key,
     malformed_document,
     read_bytes,
     read_checkpoint,
+    read_decision,
     read_document,
     read_run,
 )
@@ -42,20 +43,18 @@ from gradkeep.store._keys import (
     row_part,
 )
 from gradkeep.store._store import STORE_FILE, Store, read_identity
-from gradkeep.store.backends._backend import QUARANTINE
-from gradkeep.store.backends._schemes import backend_for
+from gradkeep.store.backends._backend import QUARANTINE, backend_for
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._manifest import load_manifest, load_schema, schema_key
 from gradkeep.store.blocks._segment import Segment
-from gradkeep.store.catalog._samples import (
+from gradkeep.store.catalog._sql import (
     check_samples,
     holds_samples_of,
     is_tied,
     samples_available,
 )
-from gradkeep.store.rows._leases import ROWS_PER_FOLDER, LeaseRecord
-from gradkeep.store.rows._row_files import SIZES, RowFiles, SizeRecord, size_key
-from gradkeep.store.rows._rows import FailureRecord
+from gradkeep.store.rows._row_files import ROWS_PER_FOLDER, SIZES, RowFiles, SizeRecord, size_key
+from gradkeep.store.rows._rows import FailureRecord, LeaseRecord
 
 if TYPE_CHECKING:
     import os
@@ -178,17 +177,9 @@ def verify(
             # Unread bytes may be intact: an unmounted disk, a missing permission.
             *(f"{key} was not moved: it could not be read" for key in sorted(check.unread)),
         )
-    damage = tuple(check.damage)
-    return Verdict(
-        len(check.keys),
-        check.bytes,
-        damage,
-        orphans,
-        tuple(check.unknown),
-        repaired,
-        segments=check.segments,
-        read=check.segments - len(check.skipped),
-    )
+    num_read = check.segments - len(check.skipped)
+    findings = (tuple(check.damage), orphans, tuple(check.unknown), repaired)
+    return Verdict(len(check.keys), check.bytes, *findings, segments=check.segments, read=num_read)
 
 
 class _Check:
@@ -217,12 +208,10 @@ class _Check:
         if sample is not None and sample < len(rows):
             self.skipped = set(rows) - set(random.Random(seed).sample(rows, sample))
         manifests = [file for file in self._known.values() if file.kind == "manifest"]
-        self._newest = {file.folder: 0 for file in manifests}
-        for file in manifests:
-            self._newest[file.folder] = max(self._newest[file.folder], file.number)
+        ordered = sorted(manifests, key=lambda file: file.number)
+        self._newest = {file.folder: file.number for file in ordered}
         self._digests: dict[str, str] = {}
         self._manifests: dict[str, Manifest] = {}
-        self._schemas: dict[str, Schema | None] = {}
         self._most_rows: dict[str, int] = {}
         self._misplaced: set[tuple[str, int]] = set()
         self._packed: dict[str, frozenset[int]] = {}
@@ -313,7 +302,8 @@ class _Check:
         self.bytes += entry.size
 
     def _document(self, key: str, file: KnownFile) -> None:
-        backend, path, problem = self._backend, self._backend.describe(key), None
+        """Parse a document, and check that its content matches its name."""
+        backend, matches = self._backend, True
         data = read_bytes(backend, key, most=_MOST_BYTES.get(file.kind, SMALL_DOCUMENT))
         if file.kind == "identity":
             read_identity(backend)
@@ -328,22 +318,19 @@ class _Check:
             self._manifest(key, file)
         elif file.kind == "head":
             head = read_document(backend, key, Head)
-            if head_key(head.of, head.version, head.published) != key:
-                problem = "a record that does not match its name"
+            matches = head_key(head.of, head.version, head.published) == key
         elif file.kind == "size":
-            if read_document(backend, key, SizeRecord).num_rows != file.number:
-                problem = "a number of rows that does not match its name"
+            matches = read_document(backend, key, SizeRecord).num_rows == file.number
         elif file.kind == "failure":
-            if read_document(backend, key, FailureRecord).row != file.number:
-                problem = "a failure of a row that does not match its name"
+            matches = read_document(backend, key, FailureRecord).row == file.number
         elif file.kind == "decision":
             decision = read_decision(backend, key)
-            if decision_key(decision.split, decision.number) != key:
-                problem = "a decision that does not match its name"
+            matches = decision_key(decision.split, decision.number) == key
         elif file.kind == "lease":
             read_document(backend, key, LeaseRecord)
-        if problem is not None:
-            raise malformed_document(path, problem)
+        if not matches:
+            what = f"a {file.kind} that does not match its name"
+            raise malformed_document(backend.describe(key), what)
         self._digests[key] = xxhash.xxh3_128_hexdigest(data)
 
     def _manifest(self, key: str, file: KnownFile) -> None:
@@ -371,13 +358,11 @@ class _Check:
                     self._note(named, what)
 
     def _schema(self, folder: str) -> Schema | None:
-        """Load the schema of a block once; return None if it cannot be read."""
-        if folder not in self._schemas:
-            try:
-                self._schemas[folder] = load_schema(self._backend, folder)
-            except Exception:  # already reported for the schema file
-                self._schemas[folder] = None
-        return self._schemas[folder]
+        """Load the schema of a block; return None if it cannot be read."""
+        try:
+            return load_schema(self._backend, folder)  # equal bytes are parsed once
+        except Exception:  # already reported for the schema file
+            return None
 
     def _segment(self, key: str, file: KnownFile) -> None:
         with contextlib.closing(Segment(self._backend, key)) as segment:
@@ -406,21 +391,17 @@ class _Check:
         for array in schema.arrays:
             segment.column(array)
         path = self._backend.local_path(segment.key)
-        if path is not None:
-            self._check_with_safetensors(path, segment)
-
-    def _check_with_safetensors(self, path: str, segment: Segment) -> None:
-        """Check that the safetensors library can open the file, as other tools do."""
+        if path is None:
+            return
+        # Other tools open it with the safetensors library.
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, framework="np") as opened:
-                names = set(opened.keys())
+                if set(opened.keys()) != set(segment.extents):
+                    self._note(segment.key, "safetensors finds other tensors in it")
         except SafetensorError as error:
             self._note(segment.key, f"safetensors cannot read it: {error}")
-            return
-        if names != set(segment.extents):
-            self._note(segment.key, "safetensors finds other tensors in it")
 
     def _samples(self, key: str, file: KnownFile) -> None:
         data = self._backend.read(key)
@@ -548,12 +529,8 @@ def _in_its_folder(key: str, file: KnownFile) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    if (
-        isinstance(error, StoreError)
-        and error.found is not None
-        and not isinstance(error, DamagedError)
-    ):
-        return f"{error.message}: {error.found}"
-    if isinstance(error, GradkeepError):
+    if not isinstance(error, GradkeepError):
+        return f"it cannot be checked: {type(error).__name__}: {error}"[:300]
+    if error.found is None or isinstance(error, DamagedError):
         return error.message
-    return f"it cannot be checked: {type(error).__name__}: {error}"[:300]
+    return f"{error.message}: {error.found}"

@@ -20,8 +20,6 @@ Lane = Literal["quick", "long"]
 """Each lane has a worker thread, so that trainings do not delay scores."""
 
 _MIN_RESULT_BYTES = 16 << 10
-_RETRY_SECONDS = 5.0
-"""A failure is reported again for this long before the task is retried."""
 
 
 class BusyError(Exception):
@@ -88,7 +86,8 @@ class TaskCache:
         with self._lock:
             task = self._tasks.get(key)
             if task is not None and task.failure is not None:
-                task = task if time.monotonic() - task.failed_at <= _RETRY_SECONDS else None
+                # A failure is reported again for five seconds before the task is retried.
+                task = task if time.monotonic() - task.failed_at <= 5 else None
             if task is None:
                 if not start:
                     raise StoreError(

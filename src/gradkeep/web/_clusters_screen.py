@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep.errors import StoreError
-from gradkeep.web._parameters import Clusters, MapSource, Name  # noqa: TC001 - FastAPI reads them
+from gradkeep.web._http import Clusters, MapSource, Name  # noqa: TC001 - FastAPI reads them
 from gradkeep.web._score_sources import score_sources
 
 if TYPE_CHECKING:
@@ -78,20 +78,12 @@ def _describe_clusters(served: ServedStore, row_map: RowMap, split: str) -> list
     for number, size in enumerate(np.bincount(row_map.clusters).tolist()):
         label, purity = None, None
         if row_map.labels is not None:
-            labels, counts = np.unique(
-                row_map.labels[row_map.clusters == number], return_counts=True
-            )
+            members = row_map.labels[row_map.clusters == number]
+            labels, counts = np.unique(members, return_counts=True)
             label, purity = labels[counts.argmax()].item(), float(counts.max() / size)
-        label_name = served.label_name(split, label)
-        views.append(
-            {
-                "number": number,
-                "size": size,
-                "label": label,
-                "label_name": label_name,
-                "purity": purity,
-            }
-        )
+        name = served.label_name(split, label)
+        view = {"number": number, "size": size, "label": label, "label_name": name}
+        views.append({**view, "purity": purity})
     return views
 
 

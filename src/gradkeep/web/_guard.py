@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gradkeep.web._responses import problem, to_json
+from gradkeep.web._http import problem, to_json
 
 if TYPE_CHECKING:
     import asyncio

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gradkeep._display import pick_fields
 from gradkeep.errors import GradkeepError, RematError
-from gradkeep.web._parameters import LogName, Ratio  # noqa: TC001 - FastAPI reads them
-from gradkeep.web._responses import error_problem
+from gradkeep.web._http import LogName, Ratio, error_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 HEURISTICS = ("dtr-eq", "dtr-local", "lru", "largest")
 _RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 _MAX_SLOWDOWN = 4.0
-_MAX_EVENTS = 1500
 
 
 def show_budgets(served: ServedStore, log: LogName = "") -> dict[str, Any]:
@@ -132,7 +131,8 @@ def _simulate_timeline(log: str, program: Program, heuristic: str, ratio: float)
         program, heuristic=heuristic, budget=budget, limit=_MAX_SLOWDOWN, timeline=timeline
     )
     events = timeline.events
-    step = max(1, len(events) // _MAX_EVENTS)
+    most = 1500  # events that the page draws
+    step = max(1, len(events) // most)
     # Keep the largest of every few events, so that peaks are not lost.
     thinned = [
         max(events[at : at + step], key=lambda event: event.memory)
@@ -156,8 +156,8 @@ def _simulate_timeline(log: str, program: Program, heuristic: str, ratio: float)
         "cost": _cost_view(ratio, outcome),
         "clock": [event.clock for event in thinned],
         "memory": [event.memory for event in thinned],
-        "evictions": evictions[:: max(1, len(evictions) // _MAX_EVENTS)],
-        "recomputes": recomputes[:: max(1, len(recomputes) // _MAX_EVENTS)],
+        "evictions": evictions[:: max(1, len(evictions) // most)],
+        "recomputes": recomputes[:: max(1, len(recomputes) // most)],
         "total_evictions": len(evictions),
         "total_recomputes": len(recomputes),
     }
@@ -167,11 +167,8 @@ def _cost_view(ratio: float, outcome: Any) -> dict[str, Any]:
     return {
         "ratio": ratio,
         "budget": int(outcome.budget),
-        "status": outcome.status,
-        "overhead": outcome.overhead,
-        "evictions": outcome.evictions,
         "recomputed": outcome.rematerializations,
-        "peak": outcome.peak,
+        **pick_fields(outcome, "status", "overhead", "evictions", "peak"),
     }
 
 

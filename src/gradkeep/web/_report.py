@@ -16,8 +16,7 @@ from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.web._app import READS, serve_store
 from gradkeep.web._background import BusyError
-from gradkeep.web._parameters import Captures
-from gradkeep.web._responses import static_files, to_json
+from gradkeep.web._http import Captures, static_files, to_json
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _QUERIES = {"wrong": 24, "unsure": 8, "all": 8}
 """How many queries of each kind are explained."""
-_MAX_RUNS = 3
 _CONTENT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 )
@@ -109,7 +107,7 @@ class _AnswerCollector:
         """Ask everything that the page asks without a click."""
         for path in ("api/session", "api/runs", "api/sources", "api/store", "api/evaluations"):
             self.ask(path)
-        runs = (self.ask("api/runs") or {"runs": []})["runs"][:_MAX_RUNS]
+        runs = (self.ask("api/runs") or {"runs": []})["runs"][:3]
         self._total = 10 + len(runs) * (2 * sum(_QUERIES.values()) + 20)
         memory = self.ask("api/memory")
         if memory is not None and memory["curves"]:

@@ -13,7 +13,7 @@ from gradkeep.store import ScoresKey
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
     from gradkeep.store.catalog._scan import BlockFacts
-    from gradkeep.web._parameters import Captures
+    from gradkeep.web._http import Captures
     from gradkeep.web._served import ServedStore
 
 _MAX_MATRIX_BYTES = 24 << 20

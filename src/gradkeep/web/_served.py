@@ -14,7 +14,7 @@ from gradkeep.errors import MissingRowsError
 from gradkeep.store import CaptureKey, Store, current_decisions
 from gradkeep.store import open as open_store
 from gradkeep.web._background import TaskCache
-from gradkeep.web._parameters import Name, Rows  # noqa: TC001 - FastAPI reads them
+from gradkeep.web._http import Name, Rows  # noqa: TC001 - FastAPI reads them
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The screens Runs and Store: contents, sizes, accuracies and health."""
+"""The screens Runs, Store and Evaluation: contents, sizes, accuracies, health and saved figures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._display import pick_fields
 from gradkeep.errors import GradkeepError
+from gradkeep.web._http import error_problem
 
 if TYPE_CHECKING:
+    from gradkeep.evaluate import Evaluation
     from gradkeep.store import Verdict
     from gradkeep.store.catalog._scan import BlockFacts
     from gradkeep.web._served import ServedStore
@@ -19,19 +22,12 @@ def show_store(served: ServedStore) -> dict[str, Any]:
     info = served.info()
     blocks = (*info.captures, *info.moments, *info.bases, *info.scores, *info.evaluations)
     return {
-        "location": info.location,
-        "uuid": info.uuid,
-        "bytes": info.bytes,
-        "dense_bytes": info.dense_bytes,
-        "ratio": info.ratio,
+        **pick_fields(info, "location", "uuid", "bytes", "dense_bytes", "ratio"),
         "blocks": [_block_view(block) for block in blocks],
         "row_sets": [
             {
                 "name": row_set.facts.address.name,
-                "done": row_set.done,
-                "leased": row_set.leased,
-                "failed": row_set.failed,
-                "pending": row_set.pending,
+                **pick_fields(row_set, "done", "leased", "failed", "pending"),
                 "bytes": row_set.facts.data_bytes,
                 "problem": row_set.facts.problem,
             }
@@ -61,9 +57,7 @@ def _verify(served: ServedStore, *, start: bool) -> dict[str, Any]:
         "verify", "verifying every byte of the store", compute, lane="long", start=start
     )
     return {
-        "healthy": verdict.healthy,
-        "files": verdict.files,
-        "bytes": verdict.bytes,
+        **pick_fields(verdict, "healthy", "files", "bytes"),
         "damage": [{"path": one.path, "what": one.what} for one in verdict.damage[:200]],
         "damaged": len(verdict.damage),
         "orphans": len(verdict.orphans),
@@ -145,27 +139,13 @@ def _block_view(block: BlockFacts) -> dict[str, Any]:
     address = block.address
     return {
         "kind": address.word,
-        "name": address.name,
-        "run": address.run,
-        "checkpoint": address.checkpoint,
-        "split": address.split,
-        "state": block.state,
-        "problem": block.problem,
+        **pick_fields(address, "name", "run", "checkpoint", "split"),
+        **pick_fields(block, "state", "problem", "bytes", "dense_bytes", "ratio", "modified"),
         "rows": block.rows + block.unsealed_rows,
         "wanted": block.num_rows,
-        "bytes": block.bytes,
-        "dense_bytes": block.dense_bytes,
-        "ratio": block.ratio,
-        "modified": block.modified,
         "keep": _text(block.fingerprints.get("kept")),
         "layers": [
-            {
-                "name": layer.name,
-                "type": layer.type,
-                "parameters": layer.parameters,
-                "row_bytes": layer.row_bytes,
-                "dense_row_bytes": layer.dense_row_bytes,
-            }
+            pick_fields(layer, "name", "type", "parameters", "row_bytes", "dense_row_bytes")
             for layer in block.layers
         ],
     }
@@ -178,3 +158,59 @@ def _text(value: object) -> str | None:
 def _split_order(split: str) -> tuple[bool, bool, str]:
     """Sort training rows first, then the usual query splits."""
     return split != "train", split not in ("test", "valid", "validation", "queries"), split
+
+
+def list_evaluations(served: ServedStore) -> dict[str, Any]:
+    """Return every saved evaluation, and the problems of those that cannot be read."""
+    versions = tuple((one.address.name, one.version) for one in served.info().evaluations)
+
+    def compute(_: Any) -> dict[str, Any]:
+        from gradkeep.evaluate import Evaluation
+
+        evaluations, problems = [], []
+        for name, _version in versions:
+            try:
+                evaluations.append(evaluation_view(name, Evaluation.load(served.store, name)))
+            except GradkeepError as error:
+                problems.append(error_problem(error))
+        return {"evaluations": evaluations, "problems": problems}
+
+    return served.tasks.get(
+        ("evaluations", versions),
+        "reading evaluations",
+        compute,
+        size=lambda answer: 4096 * (1 + len(answer["evaluations"])),
+        timeout=5.0,
+    )
+
+
+def find_lds(served: ServedStore, method: str) -> dict[str, Any] | None:
+    """Return the saved LDS of a method on the most queries, if there is one."""
+    views = [
+        view
+        for view in list_evaluations(served)["evaluations"]
+        if view["metric"].lower().startswith("lds") and view["subject"].split(" ")[0] == method
+    ]
+    return max(views, key=lambda view: sum(view["items"]), default=None)
+
+
+def evaluation_view(name: str, evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as the page shows it; `items` is a histogram over queries."""
+    items = np.asarray(evaluation.items, np.float64)
+    items = items[np.isfinite(items)]
+    low, high = (float(items.min()), float(items.max())) if len(items) else (0.0, 0.0)
+    counts, _ = np.histogram(
+        items, bins=24, range=(low, high) if high > low else (low - 1, low + 1)
+    )
+    curve = evaluation.curve
+    return {
+        "name": name,
+        **pick_fields(evaluation, "metric", "subject", "value", "level", "ceiling", "truth"),
+        "low": evaluation.interval[0],
+        "high": evaluation.interval[1],
+        "sizes": str(evaluation.sizes),
+        "provenance": evaluation.provenance,
+        "items": counts.tolist(),
+        "item_range": (low, high),
+        "curve": curve and pick_fields(curve, "along", "at", "names", "values", "low", "high"),
+    }

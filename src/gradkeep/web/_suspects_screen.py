@@ -11,12 +11,12 @@ import numpy as np
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from gradkeep._display import pick_fields
 from gradkeep.errors import EvaluationError, StoreError
 from gradkeep.store import Decision, current_decisions
-from gradkeep.web._evaluation_views import evaluation_view
-from gradkeep.web._parameters import MAX_ROW, NAME_PATTERN, Count, Name, Start
-from gradkeep.web._responses import to_json
+from gradkeep.web._http import MAX_ROW, NAME_PATTERN, Count, Name, Start, to_json
 from gradkeep.web._served import row_views
+from gradkeep.web._store_screen import evaluation_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Measure = Literal["loss", "self", "noise"]
 QueueFilter = Literal["all", "open", "decided"]
-_PRECISION = 0.8
-"""The share of wrong labels in the list that the page suggests to review."""
 
 
 class CaptureBody(BaseModel):
@@ -69,15 +67,13 @@ def list_suspects(
     page = positions[start : start + count]
     views = row_views(served, table, suspects.ids[page].tolist())
     suggestions = served.tasks.peek(_suggestion_key(split))
-    is_training = served.tasks.is_running(_suggestion_key(split))
+    state = "working" if served.tasks.is_running(_suggestion_key(split)) else "none"
+    state = state if suggestions is None else "there"
     labels = [] if suspects.labels is None else np.unique(suspects.labels).tolist()
     actions = [decision.action for decision in decisions.values()]
     return {
         "split": split,
-        "by": suspects.by,
-        "measure": suspects.measure,
-        "documents": suspects.documents,
-        "checkpoints": suspects.checkpoints,
+        **pick_fields(suspects, "by", "measure", "documents", "checkpoints"),
         "total": len(suspects),
         "matching": len(positions),
         "accepted": actions.count("accept"),
@@ -86,9 +82,7 @@ def list_suspects(
         "labels": [label for label in labels if isinstance(label, int)][:1000],
         "classes": served.class_names(split),
         "recipe": served.recipe is not None,
-        "suggestions": "there"
-        if suggestions is not None
-        else ("working" if is_training else "none"),
+        "suggestions": state,
         "rows": [
             {
                 "rank": at + 1,
@@ -206,14 +200,15 @@ def _rank(served: ServedStore, *, run: str, split: str, name: str, by: Measure) 
 def _noise_view(suspects: Suspects) -> dict[str, Any] | None:
     if suspects.noise is None:
         return None
-    threshold = suspects.noise.threshold(_PRECISION)
+    precision = 0.8  # share of wrong labels in the list that the page suggests to review
+    threshold = suspects.noise.threshold(precision)
     low, high = suspects.noise.rate_interval
     return {
         "rate": suspects.noise.rate,
         "low": low,
         "high": high,
         "listed": 0 if threshold is None else threshold.rows,
-        "precision": _PRECISION,
+        "precision": precision,
     }
 
 

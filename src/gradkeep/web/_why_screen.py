@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from fastapi import Depends
 
+from gradkeep._display import pick_fields
 from gradkeep.errors import GradkeepError, MissingRowsError
 from gradkeep.web._background import BusyError
-from gradkeep.web._evaluation_views import find_lds
-from gradkeep.web._parameters import (
+from gradkeep.web._http import (
     Captures,
     Count,
     Name,
@@ -22,10 +22,11 @@ from gradkeep.web._parameters import (
     Sources,
     Start,
     TopK,
+    error_problem,
 )
-from gradkeep.web._responses import error_problem
 from gradkeep.web._score_sources import compute_scores, default_source, find_source
 from gradkeep.web._served import RELABELED_SPLIT, row_views
+from gradkeep.web._store_screen import find_lds
 
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 QueryFilter = Literal["all", "wrong", "unsure"]
 CapturesParameter = Annotated[Captures, Depends()]
-_MAX_SEARCHED_BYTES = 32 << 20
 
 
 def list_queries(
@@ -100,8 +100,7 @@ def explain_query(
     sources = source[:2] or [default_source(served, captures)]
     return {
         "query": view,
-        "queries": captures.queries,
-        "train": captures.train,
+        **pick_fields(captures, "queries", "train"),
         "probabilities": probabilities,
         "classes": served.class_names(captures.queries),
         "explained": _captured_labels(served, captures, query),
@@ -146,9 +145,7 @@ def show_groups(
         result = groups(scores, query)
         views = [
             {
-                "name": group.name,
-                "share": group.share,
-                "helps": group.helps,
+                **pick_fields(group, "name", "share", "helps"),
                 "size": len(group.ids),
                 "ids": group.ids.tolist(),
                 "rows": row_views(served, train, group.ids[:8].tolist()),
@@ -246,10 +243,7 @@ def _score_view(
     low, high = float(values.min(initial=0)), float(values.max(initial=0))
     counts, _ = np.histogram(values, bins=48, range=(low, high) if high > low else (-1, 1))
     return {
-        "checkpoints": scores.checkpoints,
-        "scale": scores.scale,
-        "exact": scores.exact,
-        "approximate": scores.approximate,
+        **pick_fields(scores, "checkpoints", "scale", "exact", "approximate"),
         "rows": len(values),
         "absolute": absolute,
         "positive": float(values[values > 0].sum() / absolute) if absolute else 0.0,
@@ -293,7 +287,7 @@ def _search(
     if classes is not None and "label" in table.columns:
         labels = [label for label, name in enumerate(classes) if lowered in name.lower()]
         hits |= np.isin(table.columns["label"], labels)
-    if table.block.manifest.bytes > _MAX_SEARCHED_BYTES and len(table.ids) > 20_000:
+    if table.block.manifest.bytes > 32 << 20 and len(table.ids) > 20_000:
         note = "the texts of this many rows are not searched; search by id" if table.texts else None
     else:
         for name in table.texts:

@@ -27,7 +27,7 @@ import numpy as np
 from gradkeep import store as gs
 from gradkeep.store.backends._disk import Syscalls
 from gradkeep.store.blocks import _manifest
-from gradkeep.store.catalog import _samples
+from gradkeep.store.catalog import _sql
 
 ARRAYS = (
     gs.Array("loss"),
@@ -202,7 +202,7 @@ def _derive(store, key):
     # A version that was published but not derived from when its writer died gets its Parquet file
     # when it is first queried.
     block = store.read(key)
-    _samples.ensure_samples(store.backend, block, key.labels, durability=store.durability)
+    _sql.ensure_samples(store.backend, block, key.labels, durability=store.durability)
     # So does its second record, by whoever writes next.
     _manifest.ensure_recorded(
         store.backend, key.folder, block.manifest, durability=store.durability

@@ -14,7 +14,7 @@ import pytest
 
 from gradkeep import store as gs
 from gradkeep.errors import DamagedError, MissingRowsError, StoreError
-from gradkeep.store.catalog import _samples
+from gradkeep.store.catalog import _sql
 
 pytestmark = pytest.mark.slow
 ARRAYS = (
@@ -232,7 +232,7 @@ def touch(path, key):
             gs.Block(store.backend, "datamodels/models", version=int(Path(key).stem))
     elif key.endswith(".parquet"):
         block, version = block_of(key), int(key.rpartition("/")[2].split("-")[1])
-        _samples.ensure_samples(
+        _sql.ensure_samples(
             store.backend, store.read(block, version=version), block.labels, durability="process"
         )
     elif "/" in key:
@@ -328,6 +328,6 @@ def test_a_version_number_given_again_does_not_find_the_old_table(ram):
     store = gs.open(ram, durability="process")
     store.drop_rows(kit.KEY, [kit.IDS[0]])
     block = store.read(kit.KEY)
-    data = _samples.ensure_samples(store.backend, block, kit.KEY.labels, durability="process")
+    data = _sql.ensure_samples(store.backend, block, kit.KEY.labels, durability="process")
     table = pytest.importorskip("pyarrow.parquet").read_table(io.BytesIO(data))
     assert table["id"].to_pylist() == block.ids.tolist() == kit.IDS[1:]

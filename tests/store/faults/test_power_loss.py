@@ -135,14 +135,16 @@ def test_power_cut_after_another_died_beside_the_one_that_seals(ram):
     base.mkdir()
     disk, ours, theirs = Disk(base), Recorder(base), DiesBeforeSync(base)
     theirs.events = ours.events
-    with gs.open(gs.LocalDisk(base / "store", syscalls=ours)).write(
-        kit.KEY, kit.SCHEMA, share=gs.WriterShare(0, 2)
-    ) as writer:
+    mine = gs.open(gs.LocalDisk(base / "store", syscalls=ours))
+    last = -(-len(ids) // kit.SCHEMA.rows_per_segment) - 1
+    with mine.write(kit.KEY, kit.SCHEMA, segments=range(last)) as writer:
         writer.append(ids, kit.values(ids))
         store = gs.open(gs.LocalDisk(base / "store", syscalls=theirs))
-        other = store.write(kit.KEY, kit.SCHEMA, share=gs.WriterShare(1, 2))
+        other = store.write(kit.KEY, kit.SCHEMA, segments=range(last, last + 1))
         with pytest.raises(KeyboardInterrupt), other:
             other.append(ids, kit.values(ids))
+    with mine.write(kit.KEY, kit.SCHEMA) as writer:
+        writer.skip(ids)
     for event in ours.events:
         disk.apply(event)
     lay_out(disk.after_power_cut(Keep("none")), ram / "after")

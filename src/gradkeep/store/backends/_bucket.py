@@ -21,7 +21,7 @@ import xxhash
 from gradkeep._budgets import parse_bytes
 from gradkeep._environment import cache_folder, import_extra
 from gradkeep.errors import ReadOnlyError, StoreError, WriteFailedError
-from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
+from gradkeep.store.backends._backend import BUCKETS, Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,7 +139,6 @@ def cache_of_environment() -> ReadCache | None:
     return ReadCache(folder, limit)
 
 
-SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory", "file")
 _LARGEST = 5_000 << 20
 """Largest value that one conditional PUT accepts everywhere: Azure's limit; S3's is 5 GiB."""
 _TIMEOUT = "10min"
@@ -457,7 +456,7 @@ class _Object(Readable):
 
 def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
     scheme = urlsplit(url).scheme
-    if scheme not in SCHEMES:
+    if scheme not in (*BUCKETS, "file"):
         raise StoreError(
             "the URL has an unknown scheme",
             code="store.invalid_url",

@@ -479,12 +479,7 @@ def open_plain(path: str) -> tuple[int, os.stat_result]:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise DamagedError(
-            f"{what} in place of a file",
-            code="store.not_a_file",
-            path=path,
-            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
-        )
+        raise DamagedError(f"{what} in place of a file", code="store.not_a_file", path=path)
     return fd, status
 
 

@@ -276,12 +276,7 @@ def open_segment(
     if problem is not None:
         segment.close()
         code, message = problem
-        raise DamagedError(
-            message,
-            code=code,
-            path=backend.describe(key),
-            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
-        )
+        raise DamagedError(message, code=code, path=backend.describe(key))
     return segment
 
 

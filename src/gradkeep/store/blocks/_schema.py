@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._arguments import check_fields, writable
+from gradkeep._arguments import check_fields, count, optional, writable
 from gradkeep.errors import DamagedError, SchemaMismatchError, StoreError
 from gradkeep.store._document import (
     LARGEST_WHOLE,
@@ -231,12 +231,7 @@ class Schema:
                 "array names must be unique", code="store.repeated_array", found=", ".join(repeated)
             )
         for name in ("num_rows", "num_examples", "rows_per_segment"):
-            value = getattr(self, name)
-            if value is not None and not _is_count(value):
-                raise StoreError(
-                    f"{name} must be an integer from 0 to 2**63 - 1, got {repr(value)[:60]}",
-                    code="argument.invalid",
-                )
+            optional(count, name, getattr(self, name), error=StoreError)
         if self.rows_per_segment == 0:
             object.__setattr__(self, "rows_per_segment", self._suitable_rows_per_segment())
 

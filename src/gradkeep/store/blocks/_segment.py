@@ -591,8 +591,4 @@ class Segment:
         self._map = None
 
     def _damage(self, part: str, what: str) -> DamagedError:
-        return DamagedError(
-            f"{part} {what}",
-            path=self.path,
-            fix="Move it aside with `gradkeep verify STORE --repair`, then run the work again.",
-        )
+        return DamagedError(f"{part} {what}", path=self.path)

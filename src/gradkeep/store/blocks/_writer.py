@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -40,29 +40,6 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Array, Schema
 
 
-@dataclass(frozen=True, slots=True)
-class WriterShare:
-    """Segments of one of several writers: those with `number % of == rank`, or a range of numbers.
-
-    Attributes:
-        rank: Index of this writer.
-        of: Number of writers.
-        segments: Write only these segments; such a writer does not seal and need not see earlier rows.
-    """
-
-    rank: int = 0
-    of: int = 1
-    segments: range | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.of:
-            raise StoreError(
-                "a share needs 0 <= rank < of",
-                code="store.invalid_share",
-                found=f"rank {self.rank} of {self.of}",
-            )
-
-
 class Writer:
     """Append rows to a block; a context manager that seals the block if no exception occurs.
 
@@ -78,13 +55,13 @@ class Writer:
         *,
         durability: Durability = "full",
         extend: bool = False,
-        share: WriterShare | None = None,
+        segments: range | None = None,
         on_seal: Callable[[Manifest], None] | None = None,
     ) -> None:
         self.folder, self.schema = folder, schema
         self.path = backend.describe(folder)
         self._backend, self._durability = backend, durability
-        self._share = WriterShare() if share is None else share
+        self._segments = segments
         self._on_seal = on_seal
         ensure_schema(backend, folder, schema, durability=durability)
         newest = latest_manifest(backend, folder)
@@ -135,10 +112,10 @@ class Writer:
         return any(number not in self._done and self._is_own(number) for number in numbers)
 
     def begin_at(self, row: int) -> None:
-        """Continue with this row, without the rows before it; only for a share of some segments."""
-        if self._share.segments is None or self._filling is not None or row < self._position:
+        """Continue with this row, without the rows before it; only for a writer of some segments."""
+        if self._segments is None or self._filling is not None or row < self._position:
             raise StoreError(
-                "only a share with `segments` can skip to a row",
+                "only a writer of some segments can skip to a row",
                 code="store.invalid_share",
                 path=self.path,
                 found=f"row {row}",
@@ -212,13 +189,10 @@ class Writer:
             return
         if error is None:
             try:
-                if self._share.segments is not None:
-                    self._check_share_complete()
-                    self._finish_share()
-                elif self._others_are_unfinished():
-                    self._finish_share()
-                else:
+                if self._segments is None:
                     self.seal()
+                else:
+                    self._finish_segments(self._segments)
             finally:
                 self._shut()
             return
@@ -366,33 +340,16 @@ class Writer:
                 fix="Run again with all rows: full segments are not written twice.",
             )
 
-    def _others_are_unfinished(self) -> bool:
-        if self._share.of == 1:
-            return False
-        self._check_complete()
-        last = self._number(max(self._position, 1) - 1)
-        present = set(segment_numbers(self._backend, self.folder)) | self._done
-        return any(
-            number not in present and not self._is_own(number)
-            for number in range(self._first_number, last + 1)
-        )
-
-    def _finish_share(self) -> None:
+    def _finish_segments(self, segments: range) -> None:
+        """Write the last of this writer's segments; raise if one would have missing rows."""
         self._check_alive()
-        if self._filling is not None:
-            self._hand_over()
-        self._await_background()
-
-    def _check_share_complete(self) -> None:
-        """Raise if a segment of this share would be written with missing rows."""
-        assert self._share.segments is not None
         filling = self._filling
         number = None if filling is None else self._number(filling.first_row)
         whole = (
             filling is not None and number is not None and (filling.count == self._rows_of(number))
         )
         present = self._done | ({number} if whole else set())
-        missing = [segment for segment in self._share.segments if segment not in present]
+        missing = [segment for segment in segments if segment not in present]
         if missing:
             raise MissingRowsError(
                 f"rows of segment {missing[0]} are missing; it was not written",
@@ -401,6 +358,9 @@ class Writer:
                 found=f"rows up to {self._position}",
                 fix="Use the same data in every worker.",
             )
+        if self._filling is not None:
+            self._hand_over()
+        self._await_background()
 
     def _compare(self, number: int, ids: AnyArray) -> None:
         if number not in self._present:
@@ -420,9 +380,7 @@ class Writer:
             )
 
     def _is_own(self, number: int) -> bool:
-        if self._share.segments is not None:
-            return number in self._share.segments
-        return number % self._share.of == self._share.rank
+        return self._segments is None or number in self._segments
 
     def _number(self, row: int) -> int:
         if row < self._starts[-1]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from gradkeep._display import (
-    describe_rows,
-    describe_state,
     format_ratio,
     format_size,
     format_time,
@@ -144,11 +142,11 @@ class StoreInfo:
             [
                 block.address.word,
                 block.address.folder.partition("/")[2],
-                describe_rows(block),
+                block.rows_text,
                 format_size(block.data_bytes),
                 format_size(block.dense_bytes) if block.dense_bytes else "-",
                 format_ratio(block.ratio),
-                describe_state(block),
+                block.state_text,
                 format_time(block.modified),
             ]
             for block in self.blocks

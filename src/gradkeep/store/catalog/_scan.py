@@ -145,6 +145,24 @@ class BlockFacts:
         return self.address.kind
 
     @property
+    def rows_text(self) -> str:
+        """How many rows there are, of how many, and how many are not sealed."""
+        total = "" if self.num_rows in (None, self.rows) else f" of {self.num_rows}"
+        unsealed = f" + {self.unsealed_rows} open" if self.unsealed_rows else ""
+        return f"{self.rows}{total}{unsealed}"
+
+    @property
+    def state_text(self) -> str:
+        """State in words for users."""
+        if self.kind == "rows" and self.state != "unreadable":
+            return "complete" if self.rows == self.num_rows else "open"
+        return (
+            f"sealed, version {self.version}"
+            if self.version and self.state == "sealed"
+            else self.state
+        )
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of the dense float32 gradients of these rows."""
         return self.rows * sum(layer.dense_row_bytes for layer in self.layers)
@@ -277,7 +295,6 @@ class _BlockScan:
             rows = sum(segment.rows for segment in segments)
         stored = sum(one.bytes for one in segments) + sum(entry.size for entry in self._loose)
         layers = self._layers(schema, segments)  # may still find a problem
-        # Times are limited to the year 9999; files can have later ones.
         return BlockFacts(
             address=self._address,
             state="unreadable" if self._problem else "open" if version is None else "sealed",
@@ -289,7 +306,8 @@ class _BlockScan:
             num_segments=len(segments),
             data_bytes=stored,
             bytes=sum(entry.size for entry in entries),
-            modified=min(max(0.0, max(entry.modified for entry in entries)), 253402214400.0),
+            # Times are limited to the year 9999; files can have later ones.
+            modified=min(max(0.0, *(entry.modified for entry in entries)), 253402214400.0),
             schema_hash=None if schema is None else schema.hash,
             fingerprints={} if schema is None else schema.fingerprints,
             layers=layers,
@@ -317,13 +335,10 @@ class _BlockScan:
     def _from_headers(self, numbers: Iterable[int], schema: Schema | None) -> list[SegmentEntry]:
         """Read the segments that were committed after the newest version."""
         backend, folder = self._backend, self._folder
-        entries = [
-            self._attempt(
-                f"{folder}/{segment_file(number)}",
-                partial(entry_of, backend, folder, number, schema=schema),
-            )
-            for number in numbers
-        ]
+        entries = []
+        for number in numbers:
+            read = partial(entry_of, backend, folder, number, schema=schema)
+            entries.append(self._attempt(f"{folder}/{segment_file(number)}", read))
         return [entry for entry in entries if entry is not None]
 
     def _load_schema(self) -> Schema | None:

@@ -43,7 +43,6 @@ from gradkeep.store.blocks._manifest import (
 )
 from gradkeep.store.blocks._segment import SUFFIX, Segment, pack
 from gradkeep.store.blocks._writer import encode_rows
-from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Array, Schema
 
 
+ROWS_PER_FOLDER = 1024
 _NAME = re.compile(r"(\d{6,18})-[0-9a-f]{32}")
 
 
@@ -155,7 +155,6 @@ class RowFiles:
                 f"the record of a size holds {recorded} instead of {size} rows",
                 code="store.misnamed_size",
                 path=self._backend.describe(size_key(self.folder, size)),
-                fix="Move it aside with `gradkeep verify STORE --repair`.",
             )
 
     @_arguments.checked(StoreError)
@@ -370,7 +369,6 @@ class RowFiles:
                         "the file holds another row than its name",
                         code="store.misnamed_row",
                         path=segment.path,
-                        fix="Move it aside with `gradkeep verify STORE --repair`.",
                     )
                 for array, parts in zip(arrays, columns, strict=True):
                     parts.append(segment.column(array))

@@ -1,13 +1,21 @@
 """Rows written by many processes: claimed, computed, then finished or failed.
 
-A worker claims rows (advisory), computes them, and writes each. A failed row is recorded with its
-traceback and retried a limited number of times.
+A worker claims rows, computes them, and writes each. A failed row is recorded with its traceback and
+retried a limited number of times.
+
+A lease is a small numbered file. Taking, renewing and taking over all write the next number, which
+only one process can do. Correctness does not depend on leases: if two processes compute the same row,
+only the first result is stored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
+import socket
+import time
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,34 +24,69 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._display import head_and_tail
-from gradkeep.errors import InvalidRowsError, StoreError
-from gradkeep.store._document import Count, Record, read_document, to_bytes
+from gradkeep.errors import (
+    ConflictError,
+    DamagedError,
+    InvalidRowsError,
+    LeaseLostError,
+    StoreError,
+)
+from gradkeep.store._document import Count, Finite, Record, read_document, to_bytes
 from gradkeep.store.blocks._incoming import whole_numbers
 from gradkeep.store.blocks._manifest import is_number, numbered_files
 from gradkeep.store.blocks._segment import SUFFIX, Segment
-from gradkeep.store.rows._leases import (
-    LEASES,
+from gradkeep.store.rows._row_files import (
+    LOOSE,
     ROWS_PER_FOLDER,
-    Lease,
-    default_owner,
-    lease_key,
-    lease_numbers,
-    load_lease,
-    release_lease,
-    renew_lease,
-    take_lease,
+    RowFiles,
+    record_row,
+    recorded_number,
+    row_records,
 )
-from gradkeep.store.rows._row_files import LOOSE, RowFiles, record_row, recorded_number, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
+LEASES = "claims"
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
 """Most bytes of an error's text that are stored: half from its beginning, half from its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Right to work on a row until `expires`.
+
+    Attributes:
+        row: The row.
+        number: Number of the lease file.
+        owner: Name of the worker.
+        token: Random identifier.
+        expires: End, in seconds since the epoch.
+    """
+
+    row: int
+    number: int
+    owner: str
+    token: str
+    expires: float
+
+    @property
+    def expired(self) -> bool:
+        """True if another worker may take the row now."""
+        return time.time() >= self.expires
+
+
+class LeaseRecord(Record, frozen=True):
+    """Content of a lease file."""
+
+    owner: str
+    token: str
+    expires: Finite
 
 
 class FailureRecord(Record, frozen=True):
@@ -129,7 +172,7 @@ class Rows(RowFiles):
         seconds = _arguments.number("seconds", seconds, error=StoreError)
         # Any text, since broken host names occur.
         _arguments.instance("owner", owner, (str, type(None)), error=StoreError)
-        owner = default_owner() if owner is None else owner
+        owner = f"{socket.gethostname()}-{os.getpid()}" if owner is None else owner
         total = self.num_rows
         if total == 0:
             return []
@@ -159,7 +202,7 @@ class Rows(RowFiles):
         self, bucket: int, rows: Iterable[int], owner: str, seconds: float, max_attempts: int
     ) -> Iterator[Lease]:
         self._record_bucket(bucket)
-        leases = lease_numbers(self._backend, self.folder, bucket)
+        leases = self._lease_numbers(bucket)
         failures = self._failures(bucket)
         for row in rows:
             if row in self._known_done or row in self._packed_ids:
@@ -168,22 +211,20 @@ class Rows(RowFiles):
                 continue
             number = leases[row][-1] if row in leases else None
             if number is not None:
-                held = load_lease(self._backend, self.folder, row, number)
+                held = self._load_lease(row, number)
                 if held is not None and not held.expired:
                     continue
             if self.has(row):
                 self._known_done.add(row)
                 continue
             following = 0 if number is None else number + 1
-            lease = take_lease(
-                self._backend, self.folder, row, following, owner=owner, seconds=seconds
-            )
+            lease = self._take_lease(row, following, owner, seconds)
             if lease is None:
                 continue
-            stale = [lease_key(self.folder, row, old) for old in leases.get(row, ())]
+            stale = [self._lease_key(row, old) for old in leases.get(row, ())]
             self._backend.delete(stale, durability="process")
             if self.has(row):
-                release_lease(self._backend, self.folder, lease)
+                self.release(lease)
                 self._known_done.add(row)
                 continue
             yield lease
@@ -202,16 +243,64 @@ class Rows(RowFiles):
         Raises:
             LeaseLostError: Another worker has taken the row.
         """
-        return renew_lease(self._backend, self.folder, lease, seconds=seconds)
+        renewed, following = None, lease.number + 1
+        if self._is_current(lease):
+            renewed = self._take_lease(lease.row, following, lease.owner, seconds)
+        if renewed is None:
+            raise LeaseLostError(
+                f"row {lease.row} was taken over by another worker",
+                path=self._backend.describe(self._lease_key(lease.row, following)),
+                fix="Stop working on it; if this happens often, use longer leases.",
+            )
+        self._backend.delete([self._lease_key(lease.row, lease.number)], durability="process")
+        return renewed
 
     @_arguments.checked(StoreError)
     def release(self, lease: Lease) -> None:
-        """End a lease without a result.
+        """End a lease without a result, unless another worker has taken it over.
 
         Args:
             lease: The lease.
         """
-        release_lease(self._backend, self.folder, lease)
+        if self._is_current(lease):
+            self._backend.delete([self._lease_key(lease.row, lease.number)], durability="process")
+
+    def _lease_key(self, row: int, number: int) -> str:
+        return f"{self.folder}/{LEASES}/{row // ROWS_PER_FOLDER:06d}/{row}-{number:06d}.json"
+
+    def _lease_numbers(self, bucket: int) -> dict[int, list[int]]:
+        """List the lease numbers of every row of a bucket, oldest first."""
+        numbers_of_row: dict[int, list[int]] = {}
+        for entry in self._backend.list(f"{self.folder}/{LEASES}/{bucket:06d}"):
+            row, _, number = entry.name.removesuffix(".json").partition("-")
+            named = is_number(row, digits=1) and is_number(number)
+            if named and int(row) // ROWS_PER_FOLDER == bucket:
+                numbers_of_row.setdefault(int(row), []).append(int(number))
+        return {row: sorted(numbers) for row, numbers in numbers_of_row.items()}
+
+    def _load_lease(self, row: int, number: int) -> Lease | None:
+        """Load a lease; return None if it is missing or unreadable, which is equivalent."""
+        try:
+            record = read_document(self._backend, self._lease_key(row, number), LeaseRecord)
+        except (FileNotFoundError, DamagedError):
+            return None
+        return Lease(row, number, record.owner, record.token, record.expires)
+
+    def _take_lease(self, row: int, number: int, owner: str, seconds: float) -> Lease | None:
+        """Write the lease with this number; return None if another worker was first."""
+        lease = Lease(row, number, owner, secrets.token_hex(8), round(time.time() + seconds, 3))
+        data = to_bytes(LeaseRecord(owner=owner, token=lease.token, expires=lease.expires))
+        key = self._lease_key(row, number)
+        try:
+            # A lease lost in a power cut is an expired lease: no fsync is needed.
+            self._backend.put_if_absent(key, [data], durability="process")
+        except ConflictError:
+            return None
+        return lease
+
+    def _is_current(self, lease: Lease) -> bool:
+        """Return True if the lease file is unchanged: numbers start again for a free row."""
+        return self._load_lease(lease.row, lease.number) == lease
 
     @_arguments.checked(StoreError)
     def finish(
@@ -232,7 +321,7 @@ class Rows(RowFiles):
             True if this row is now the stored one, False if it was there already.
         """
         created = self.put(lease.row, arrays, differing=differing)
-        release_lease(self._backend, self.folder, lease)
+        self.release(lease)
         return created
 
     @_arguments.checked(StoreError)
@@ -254,7 +343,7 @@ class Rows(RowFiles):
         recorded = record_row(self._backend, self.folder, FAILED, lease.row, digest)
         if not self._backend.exists(key):  # deleted by `retry` before it was recorded
             self._backend.delete([recorded], durability="process")
-        release_lease(self._backend, self.folder, lease)
+        self.release(lease)
 
     @_arguments.checked(StoreError)
     def retry(self, rows: Iterable[int] | None = None) -> int:
@@ -356,8 +445,8 @@ class Rows(RowFiles):
     def _held(self) -> dict[int, Lease]:
         leases: dict[int, Lease] = {}
         for bucket in self._buckets(LEASES):
-            for row, numbers in lease_numbers(self._backend, self.folder, bucket).items():
-                lease = load_lease(self._backend, self.folder, row, numbers[-1])
+            for row, numbers in self._lease_numbers(bucket).items():
+                lease = self._load_lease(row, numbers[-1])
                 if lease is not None and not lease.expired:
                     leases[row] = lease
         return leases

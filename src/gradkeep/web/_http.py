@@ -1,20 +1,49 @@
-"""Response bodies: answers and errors as JSON, and the static files of the page."""
+"""Parameters of requests with their ranges, and bodies of responses: JSON and static files."""
 
-from __future__ import annotations
+# Annotations are evaluated at run time by FastAPI: no `from __future__ import annotations` here.
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from importlib.resources.abc import Traversable
+from typing import Annotated, Any
+
+from fastapi import Query
+from pydantic import Field
 
 from gradkeep._display import to_json_types
+from gradkeep.errors import GradkeepError
 
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}"
+NAME_PATTERN = f"^{_NAME}$"
+_SOURCE_PATTERN = f"^(saved|method|fit|study):{_NAME}$"
+MAX_ROW = 2**62
 
-    from gradkeep.errors import GradkeepError
+Name = Annotated[str, Query(pattern=NAME_PATTERN)]
+Row = Annotated[int, Query(ge=-MAX_ROW, le=MAX_ROW)]
+Rows = Annotated[list[Annotated[int, Field(ge=-MAX_ROW, le=MAX_ROW)]], Query(max_length=60)]
+Count = Annotated[int, Query(ge=1, le=120)]
+Start = Annotated[int, Query(ge=0, le=2**31)]
+TopK = Annotated[int, Query(ge=1, le=50)]
+Source = Annotated[str, Query(pattern=_SOURCE_PATTERN)]
+Sources = Annotated[list[Annotated[str, Field(pattern=_SOURCE_PATTERN)]], Query(max_length=2)]
+MapSource = Annotated[str, Query(pattern=f"^(gradients|(fit|study):{_NAME})$")]
+Clusters = Annotated[int, Query(ge=1, le=24)]
+LogName = Annotated[str, Query(max_length=200)]
+Search = Annotated[str, Query(max_length=200)]
+Ratio = Annotated[float, Query(gt=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """The captures that a request about a query refers to."""
+
+    run: Name = "main"
+    queries: Name = "test"
+    train: Name = "train"
+    name: Name = "main"
+
 
 _MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -77,25 +106,3 @@ def _files_below(folder: Traversable, prefix: str) -> list[StaticFile]:
         elif media_type := _MEDIA_TYPES.get(f".{item.name.rpartition('.')[2]}"):
             files.append(StaticFile(name, media_type, item.read_bytes()))
     return files
-
-
-@dataclass(frozen=True, slots=True)
-class VendoredFile:
-    """A static file of another project."""
-
-    file: str
-    package: str
-    version: str
-    licence: str
-    sha256: str
-
-    def is_intact(self) -> bool:
-        """Return True if the file has the checksum of the manifest."""
-        file = static_files().get(f"vendor/{self.file}")
-        return file is not None and hashlib.sha256(file.content).hexdigest() == self.sha256
-
-
-def vendored_files() -> list[VendoredFile]:
-    """Read the manifest of files of other projects."""
-    manifest = json.loads(static_files()["vendor/manifest.json"].content)
-    return [VendoredFile(**entry) for entry in manifest["files"]]
