@@ -281,7 +281,7 @@ def find_basis(
         raise CaptureError(
             f"{keep.row_bytes} bytes are too few for a coordinate",
             code="capture.too_few_bytes",
-            fix="Keep more.",
+            fix="Keep more bytes per row with keep=.",
         )
     basis = CaptureBasis(
         layers={unit.name: projection for unit, projection in chosen.layers.items()},

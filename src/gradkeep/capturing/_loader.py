@@ -341,8 +341,9 @@ def _check_nothing_dropped(loader: Iterable[Any]) -> None:
         return
     if getattr(sampler, "drop_last", False) and rows % (size or 1):
         raise CaptureError(
-            f"the loader drops its last samples of {rows}",
+            "the loader drops its last samples",
             code="capture.drops_samples",
+            found=f"drop_last=True with {rows} samples in batches of {size}",
             fix="Use drop_last=False.",
         )
 

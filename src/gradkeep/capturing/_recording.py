@@ -190,8 +190,10 @@ class GradientRecording:
             self._names = tuple(values)
         if tuple(values) != self._names:
             raise CaptureError(
-                f"batches must store the same values, {', '.join(self._names)}",
+                "batches must store the same values",
                 code="capture.other_values",
+                found=", ".join(values),
+                expected=", ".join(self._names),
             )
         self._writer.append(ids, values | arrays)
         self.rows += len(ids)

@@ -176,7 +176,7 @@ class EarlierRun:
                 "these are not the rows of the finished capture",
                 code="capture.other_rows",
                 path=self.block.path,
-                found=f"{seen} rows, of which {len(added)} are new: {format_ids(added)}",
+                found=f"{seen} rows, of which {len(added)} are new {format_ids(added)}".rstrip(),
                 expected=f"the {len(self.block)} stored rows",
                 fix=f"Use the same data, {_ANOTHER}",
             )

@@ -404,7 +404,7 @@ def _half_of(rows: int, error: BaseException) -> int:
         raise CaptureError(
             "there is not enough memory for one sample",
             code="capture.out_of_memory",
-            fix="Choose layers=.",
+            fix="Capture fewer layers with layers=, or keep fewer bytes with keep=.",
         ) from error
     note = f"out of memory with {rows} samples at once: continuing with {rows // 2}"
     warnings.warn(note, CaptureWarning, stacklevel=4)

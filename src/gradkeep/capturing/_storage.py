@@ -420,6 +420,8 @@ def _check_same(layer: LayerStorage, form: AnyForm) -> None:
             f"layer {layer.unit.name} has another shape in this batch than in the first one",
             Adjustments(dense=frozenset({layer.unit.name})),
             code="capture.shape_changed",
+            found=form,
+            expected=expected,
             fix=f"Pass keep={{{layer.unit.name!r}: 'dense'}}, whose size is fixed.",
         )
 

@@ -295,6 +295,8 @@ def completions(
             raise CaptureError(
                 f"row {row} of generated does not begin with its prompt",
                 code="capture.completion_prompt",
+                found=ids[: min(8, len(prompt))],
+                expected=prompt[:8],
                 fix="Pass with_prompt=False if these are the new tokens alone.",
             )
         new = ids[len(prompt) :] if with_prompt else ids

@@ -22,7 +22,6 @@ from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._resident import (
     ResidentLimit,
     can_limit_resident_memory,
-    find_long_lived,
     return_freed_memory,
 )
 from gradkeep.remat.planned._search import FoundPlan, search_plan
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
-    from gradkeep.remat.planned._programs import Check, CompiledPlan
+    from gradkeep.remat.planned._programs import Check
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
 
@@ -180,7 +179,7 @@ class StepPlanner:
             return None
         limit = plan.resident if plan is not None else None
         if limit is None:
-            limit = ResidentLimit(rise=2**62, default_growth=0)
+            limit = ResidentLimit(rise=2**62)
         limit.begin(self._resident_start)
         return limit
 
@@ -330,14 +329,13 @@ class StepPlanner:
             group.parameters,
             seconds,
             resident_rise=group.resident_rise,
-            resident=self._resident_limit(ready, group.resident_rise),
+            resident=self._resident_limit(trace, group.resident_rise),
             overhead=overhead,
         )
         self.plans.append(self.last)
 
-    def _resident_limit(self, plan: CompiledPlan, plain_rise: int) -> ResidentLimit | None:
+    def _resident_limit(self, trace: StepTrace, plain_rise: int) -> ResidentLimit | None:
         """Return the limit of resident memory of a step that took `plain_rise` bytes without a budget."""
-        trace = plan.trace
         # Below 64 MiB the interpreter's own allocations are as large as what a budget saves.
         if not plain_rise or trace.peak < 64 * 2**20:
             return None
@@ -345,16 +343,8 @@ class StepPlanner:
             return None
         start = sum(stored.size for stored in trace.storages if stored.birth == 0)
         plain = start + max(plain_rise, trace.peak - start)
-        largest = max(stored.size for stored in trace.storages)
-        ends = {
-            trace.values[candidate.value].storage: candidate.free_from
-            for candidate, state in zip(plan.problem.candidates, plan.states, strict=True)
-            if state
-        }
         return ResidentLimit(
-            self.settings.bytes_of(plain) - start,
-            default_growth=largest,
-            long_lived=find_long_lived(trace, ends),
+            self.settings.bytes_of(plain) - start, trace.allocated_between_checks()
         )
 
     def _tighten(self, plan: StepPlan) -> None:

@@ -9,24 +9,15 @@ returned only then.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import functools
-import itertools
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from gradkeep.remat.planned._trace import StepTrace
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
 _LARGEST_HEAP_BLOCK = 32 * 2**20
 """glibc's own upper limit of its mmap threshold; larger blocks are returned as soon as they are freed."""
-_SMALLEST_MAPPED_BLOCK = 128 * 2**10
-"""glibc's own lower limit of its mmap threshold."""
 _LARGEST_OPTION = 2**31 - 1
 """Largest value that mallopt accepts."""
 
@@ -69,37 +60,13 @@ def return_freed_memory() -> int:
 
 def hold_freed_memory() -> None:
     """Stop glibc from returning freed memory on its own: that costs page faults where nothing is gained."""
+    _c_library().mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
     _c_library().mallopt(_M_TRIM_THRESHOLD, _LARGEST_OPTION)
 
 
 def release_hold() -> None:
-    """Set the thresholds that glibc reaches on its own after freeing large blocks."""
-    _c_library().mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+    """Let glibc return freed memory again, at the threshold that it reaches after freeing large blocks."""
     _c_library().mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_HEAP_BLOCK)
-
-
-def find_long_lived(trace: StepTrace, ends: Mapping[int, int]) -> tuple[bool, ...]:
-    """Find after which saved tensors and requests mostly long-lived memory is allocated.
-
-    Long-lived storages outlive their pass: what the forward pass saves, and gradients of parameters. `ends`
-    maps storages that a plan drops to the event at which they are freed.
-    """
-    checks = [at for at, event in enumerate(trace.events) if event.kind != "op"]
-    turns = [
-        after
-        for before, after in itertools.pairwise(checks)
-        if (trace.events[before].kind, trace.events[after].kind) == ("pack", "unpack")
-    ]
-    turns.append(len(trace.events) - 1)
-    balance = [0] * len(checks)
-    for number, stored in enumerate(trace.storages):
-        check = bisect.bisect_left(checks, stored.birth) - 1
-        if stored.constant or check < 0:
-            continue
-        turn = turns[min(bisect.bisect_right(turns, stored.birth), len(turns) - 1)]
-        end = ends.get(number, stored.death)
-        balance[check] += stored.size if end < 0 or end > turn else -stored.size
-    return tuple(total > 0 for total in balance)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,10 +75,8 @@ class ResidentLimit:
 
     rise: int
     """Allowed bytes over the resident memory at the beginning of a step."""
-    default_growth: int
-    """Assumed growth between two checks, until it was measured."""
-    long_lived: tuple[bool, ...] = ()
-    """Per check: mostly long-lived memory is allocated until the next one."""
+    growth: list[int] = field(default_factory=list)
+    """Bytes allocated after each check of a step; replaced by larger growth of resident memory."""
     peak: int = 0
     """Largest rise seen in any step."""
     latest: int = 0
@@ -120,15 +85,11 @@ class ResidentLimit:
     """The limit cannot be met, and the user was told."""
     trims: int = 0
     """Number of times that freed memory was returned."""
-    _growth: list[int] = field(default_factory=list)
-    """Largest growth seen after each check of a step."""
     _limit: int = 0
     _event: int = 0
     _last: int = 0
     _next_trim: int = 0
     _least_gain: int = 0
-    _maps: bool | None = None
-    """Large blocks are mapped, so that they are returned when they are freed."""
 
     @property
     def is_exceeded(self) -> bool:
@@ -141,26 +102,14 @@ class ResidentLimit:
         self._event = self._next_trim = self.latest = 0
         self._least_gain = self.rise // 32
         self._last = read_resident_bytes()
-        self._map_blocks(mapped=False)
-
-    def _map_blocks(self, *, mapped: bool) -> None:
-        """Allocate large blocks by mapping pages, or else from the heap.
-
-        Long-lived blocks between temporary ones would fragment the heap; mapping temporary ones would cost a
-        page fault for each of their pages.
-        """
-        if mapped is not self._maps:
-            self._maps = mapped
-            threshold = _SMALLEST_MAPPED_BLOCK if mapped else _LARGEST_OPTION
-            _c_library().mallopt(_M_MMAP_THRESHOLD, threshold)
 
     def check(self) -> None:
         """Return freed memory if resident memory may exceed the limit before the next check."""
-        now, event, growth = read_resident_bytes(), self._event, self._growth
+        now, event, growth = read_resident_bytes(), self._event, self.growth
         if event and now - self._last > growth[event - 1]:
             growth[event - 1] = now - self._last
         if event == len(growth):
-            growth.append(self.default_growth)
+            growth.append(0)
         if now + growth[event] > self._limit and now > self._next_trim:
             before, now = now, return_freed_memory()
             self.trims += 1
@@ -168,7 +117,5 @@ class ResidentLimit:
                 self._least_gain *= 2  # the rest is alive: try less often
             self._next_trim = now + self._least_gain
         self._event, self._last = event + 1, now
-        if self.long_lived:
-            self._map_blocks(mapped=event < len(self.long_lived) and self.long_lived[event])
         self.latest = max(self.latest, now - self._limit + self.rise)
         self.peak = max(self.peak, self.latest)

@@ -6,6 +6,7 @@ Tensors are references to values with a geometry, so views need no records.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -205,6 +206,16 @@ class StepTrace:
             total += step
             levels.append(total)
         return levels
+
+    def allocated_between_checks(self) -> list[int]:
+        """Return the bytes allocated after each saved tensor and each request, until the next one."""
+        checks = [at for at, event in enumerate(self.events) if event.kind != "op"]
+        growth = [0] * len(checks)
+        for stored in self.storages:
+            check = bisect.bisect_left(checks, stored.birth) - 1
+            if check >= 0 and not stored.constant:
+                growth[check] += stored.size
+        return growth
 
 
 T = TypeVar("T")
