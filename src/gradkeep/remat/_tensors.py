@@ -53,6 +53,24 @@ class Geometry(NamedTuple):
             tensor.is_neg(),
         )
 
+    def overlaps(self, other: Geometry) -> bool:
+        """Return True if two tensors of one storage share elements; True if that is too costly to find out."""
+        ends = [
+            geometry.offset
+            + sum((n - 1) * step for n, step in zip(geometry.size, geometry.stride, strict=True))
+            + 1
+            for geometry in (self, other)
+        ]
+        if 0 in self.size or 0 in other.size:
+            return False
+        if self.dtype.itemsize != other.dtype.itemsize or max(ends) > 2**24:
+            return True
+        if ends[0] <= other.offset or ends[1] <= self.offset:
+            return False
+        covered = torch.zeros(max(ends), dtype=torch.bool)
+        covered.as_strided(self.size, self.stride, self.offset).fill_(True)
+        return bool(covered.as_strided(other.size, other.stride, other.offset).any())
+
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor of this geometry on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)

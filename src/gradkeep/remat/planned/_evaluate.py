@@ -69,7 +69,8 @@ def build_problem(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     slots_of: dict[int, list[int]] = {}
     versions: dict[int, set[int]] = {}
     for number, slot in enumerate(trace.slots):
-        saved.setdefault(slot.value, slot.event)
+        if slot.is_final:
+            saved.setdefault(slot.value, slot.event)
         slots_of.setdefault(slot.value, []).append(number)
         versions.setdefault(trace.values[slot.value].storage, set()).add(slot.value)
     requests: dict[int, list[int]] = {}

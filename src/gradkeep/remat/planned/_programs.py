@@ -149,7 +149,8 @@ class _PlanCompiler:
         }
         self.first_slots: dict[int, int] = {}
         for number, slot in enumerate(self.trace.slots):
-            self.first_slots.setdefault(slot.value, number)
+            if slot.is_final:
+                self.first_slots.setdefault(slot.value, number)
         self._fingerprints = {
             value: self._fingerprint(value) for value in self.dropped if self._exact(value)
         }

@@ -45,6 +45,7 @@ from gradkeep.remat.planned._trace import (
     TracedValue,
     TraceEvent,
     TraceLengths,
+    join_saved_versions,
 )
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class StepRecorder:
         )
         self._unreleased: dict[int, weakref.ref[KeptTensor]] = {}
         self._pinned: set[int] = set()
-        self._saved_storages: set[int] = set()
+        self._saved_geometries: dict[int, list[Geometry]] = {}
+        """Saved tensors by storage."""
         self._unchecked_writes: list[tuple[weakref.ref[Tensor], int, int]] = []
         """Writes that autograd may not count as a new version."""
         self._keeps_graph = False
@@ -195,15 +197,16 @@ class StepRecorder:
             alive = self._alive[id(storage)]
             overwrites.append(alive.value)
             target = next(t for t in inputs if t.untyped_storage() is storage)
-            if alive.number in self._saved_storages:
+            written = Geometry.of(target)
+            if any(map(written.overlaps, self._saved_geometries.get(alive.number, ()))):
                 self._unchecked_writes.append((weakref.ref(target), target._version, alive.number))
-                for value, copy in list(self._clones.items()):
-                    # Autograd's saved tensor sees the write, so its copy must too.
-                    if self._values[value].storage == alive.number:
-                        copy.copy_(storage)
+            for value, copy in list(self._clones.items()):
+                # Autograd's saved tensor sees the write, so its copy must too.
+                if self._values[value].storage == alive.number:
+                    copy.copy_(storage)
             before, alive.value = alive.value, len(self._values)
             self._values.append(TracedValue(alive.number, number))
-            makes.append(MadeValue(-1, alive.value, Geometry.of(target)))
+            makes.append(MadeValue(-1, alive.value, written))
             size = storage.nbytes()
             if size != self._storages[alive.number].size:
                 self._resized(alive, size, before)
@@ -378,7 +381,8 @@ class StepRecorder:
                 )
             )
             self._add_event("pack", slot)
-            self._saved_storages.add(self._alive[id(tensor.untyped_storage())].number)
+            storage = self._alive[id(tensor.untyped_storage())].number
+            self._saved_geometries.setdefault(storage, []).append(Geometry.of(tensor))
             held = self._copy_for_autograd(tensor) if self.cloning else tensor.detach()
             packed = KeptTensor(self, slot, held, held._version)
             self._unreleased[slot] = weakref.ref(packed)
@@ -481,7 +485,7 @@ class StepRecorder:
         return StepTrace(
             events=tuple(self._events),
             operations=tuple(map(self._cuts.resolve, self._operations)),
-            slots=tuple(self._slots),
+            slots=join_saved_versions(self._slots, self._operations, self._values),
             order=tuple(self._order),
             request_events=tuple(self._request_events),
             freed=_find_free_events(self._request_events, self._nodes),

@@ -125,6 +125,8 @@ class SavedSlot:
     """Id of the parameter that it views, or None."""
     varies: bool = False
     """Its size varies from step to step: it is always kept, and nothing is recomputed from it."""
+    is_final: bool = True
+    """Its storage has its value when it is saved; False if other parts of the storage are written later."""
 
     def same(self, other: SavedSlot) -> bool:
         """Return True if it is the same saved tensor, up to its size."""
@@ -216,6 +218,38 @@ class StepTrace:
             if check >= 0 and not stored.constant:
                 growth[check] += stored.size
         return growth
+
+
+def join_saved_versions(
+    slots: Sequence[SavedSlot],
+    operations: Sequence[TracedOperation],
+    values: Sequence[TracedValue],
+) -> tuple[SavedSlot, ...]:
+    """Let all saved parts of a storage refer to its last saved version, if no later write changed them.
+
+    A recurrent cell computes its gates in place, part by part, and saves each part after its own write:
+    together they can be dropped and recomputed as one value.
+    """
+    last: dict[int, int] = {}
+    for slot in slots:
+        last[values[slot.value].storage] = max(slot.value, last.get(values[slot.value].storage, 0))
+    writes: dict[int, list[tuple[int, Geometry]]] = {}
+    for operation in operations:
+        for made in operation.makes:
+            if made.position < 0:
+                written = (made.value, made.geometry)
+                writes.setdefault(values[made.value].storage, []).append(written)
+
+    def join(slot: SavedSlot) -> SavedSlot:
+        storage = values[slot.value].storage
+        later = [geometry for value, geometry in writes.get(storage, ()) if value > slot.value]
+        if not later or last[storage] == slot.value:
+            return slot
+        if any(map(slot.geometry.overlaps, later)):
+            return slot
+        return replace(slot, value=last[storage], is_final=False)
+
+    return tuple(map(join, slots))
 
 
 T = TypeVar("T")
