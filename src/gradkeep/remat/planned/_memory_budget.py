@@ -491,8 +491,9 @@ def memory_budget(
 ) -> MemoryBudget:
     """Train within a number of bytes, with bitwise the same results and without changing the model.
 
-    The budget counts the live bytes of tensors. The first steps run as always and are recorded; from then on
-    activations are dropped and recomputed by a plan. Use it as a context manager around one or many
+    The budget holds for the live bytes of tensors and, on Linux with glibc, for the resident memory of steps of
+    64 MiB or more. The first steps run as always and are recorded; from then on activations are dropped and
+    recomputed by a plan. Use it as a context manager around one or many
     training steps, as `with budget.step(inputs=batch):`, or as a decorator of a step function. Cost: seconds
     of planning, then what `explain` predicts.
 
