@@ -347,10 +347,16 @@ class StepPlanner:
             self.settings.bytes_of(plain) - start, trace.allocated_between_checks()
         )
 
-    def _tighten(self, plan: StepPlan) -> None:
+    def _compare_with_limit(self, plan: StepPlan, limit: ResidentLimit) -> None:
         """Plan a step again with room for the resident memory that exceeded its limit."""
-        assert plan.resident is not None
-        excess = plan.resident.latest - plan.resident.rise
+        if not limit.is_exceeded:
+            limit.was_exceeded = False
+            return
+        if not limit.was_exceeded:
+            # Memory outside the step may have grown: compare the next step with a new beginning.
+            limit.was_exceeded, self._resident_start = True, 0
+            return
+        excess = limit.latest - limit.rise
         over = f"a step took {format_bytes(excess)} more resident memory than the budget"
         self.plans.remove(plan)
         try:
@@ -361,7 +367,7 @@ class StepPlanner:
                 overhead=plan.overhead + excess,
             )
         except BudgetError:
-            plan.resident.excess_is_known = True
+            limit.excess_is_known = True
             self.plans.append(plan)
             self._warn(
                 f"{over}, and no plan takes less",
@@ -404,8 +410,8 @@ class StepPlanner:
             self.counts.planned += 1
             self.counts.recomputed += run.recomputed / 1e9
             self.counts.busy += (run.ended - run.began) / 1e9
-            if plan.resident is not None and plan.resident.is_exceeded and plan.runs > 1:
-                self._tighten(plan)
+            if plan.resident is not None and plan in self.plans and plan.runs > 1:
+                self._compare_with_limit(plan, plan.resident)
             return
         self.counts.reasons.append(run.changed)
         if run.undone:

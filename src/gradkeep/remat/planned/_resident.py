@@ -81,6 +81,8 @@ class ResidentLimit:
     """Largest rise seen in any step."""
     latest: int = 0
     """Largest rise seen in the latest step."""
+    was_exceeded: bool = False
+    """The step before exceeded the limit."""
     excess_is_known: bool = False
     """The limit cannot be met, and the user was told."""
     trims: int = 0
