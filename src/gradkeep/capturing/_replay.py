@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
     from gradkeep._preview import Preview
     from gradkeep.capturing._capture import DistributedCapture
+    from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._rows import RowArrays, RowMaker
