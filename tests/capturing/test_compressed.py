@@ -12,6 +12,7 @@ import gradkeep as gk
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._coordinates import CoordinateMaker
 from gradkeep.capturing._first_batch import (
+    OVERHEAD,
     CaptureSettings,
     PreparedCapture,
     prepare_capture,
@@ -237,6 +238,36 @@ def test_whole_gradients_are_kept_where_they_take_no_more(store):
     report = capture(store, "positions", "1MiB")
     assert {layer.storage for layer in report.layers} <= {"factors", "dense"}
     assert store.bases() == []
+
+
+@pytest.mark.parametrize(("size", "encoding"), [(700, "bfloat16"), (400, "int8-scaled")])
+def test_factors_of_few_bits_are_kept_where_they_fit(store, size, encoding):
+    report = capture(store, "positions", size)
+    assert {layer.storage for layer in report.layers} <= {"factors", "dense"}
+    assert store.bases() == []
+    schema = store.read(report.key).schema
+    gradients = [array for array in schema.arrays if array.layer is not None]
+    assert {array.encoding for array in gradients} == {encoding}
+    assert sum(array.row_bytes for array in gradients) + OVERHEAD <= size
+    asked = capture(store, "positions", "queries", split="asked")
+    assert [layer.storage for layer in asked.layers] == [layer.storage for layer in report.layers]
+    capture(store, "positions", "exact", name="whole")
+    for method in ("dot", "ekfac"):
+        scores = gk.attribute(store, queries="asked", method=method).numpy()
+        expected = gk.attribute(store, queries="train", method=method, name="whole").numpy()
+        assert np.linalg.norm(scores - expected) < 0.02 * np.linalg.norm(expected)
+    assert capture(store, "positions", size).reused_rows == report.rows
+
+
+def test_coordinates_stay_coordinates_where_a_basis_is_stored(store, monkeypatch):
+    with monkeypatch.context() as patch:  # a version that always stored coordinates
+        patch.setattr(PreparedCapture, "within", lambda *_: None)
+        first = capture(store, "positions", 700)
+    again = capture(store, "positions", 700)
+    assert again.reused_rows == first.rows
+    for split, keep in (("test", 700), ("asked", "queries")):
+        report = capture(store, "positions", keep, split=split)
+        assert {layer.storage for layer in report.layers} == {"coordinates"}
 
 
 @pytest.mark.parametrize("kind", ["positions", "tied"])

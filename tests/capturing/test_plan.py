@@ -143,7 +143,12 @@ def test_shapes_tell_what_running_tells(kind):
 
 @pytest.mark.filterwarnings("ignore:ranks from what is kept")  # weights and labels are random
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keep", ["1KiB", gk.Keep("2KiB", coordinates="random", bits=8)], ids=str)
+@pytest.mark.parametrize(
+    # A seed asks for coordinates also where whole gradients of few bits would fit.
+    "keep",
+    [gk.Keep("1KiB", seed=1), gk.Keep("2KiB", coordinates="random", bits=8)],
+    ids=["1KiB", "random"],
+)
 @pytest.mark.parametrize("hollow", [False, True], ids=["run", "meta"])
 def test_bytes_of_coordinates_are_foretold(kind, keep, hollow, tmp_path):
     model, _, batches, task = world(kind)
@@ -162,6 +167,19 @@ def test_so_many_bytes_as_the_exact_rows_take_are_exact():
     result = gk.plan(model, batches[0], task=task, rows=64, keep="1MiB")
     assert {p.layer.storage for p in result.layers} == {"factors", "dense"}
     assert result.basis_bytes == 0
+
+
+@pytest.mark.parametrize("hollow", [False, True], ids=["run", "meta"])
+def test_bytes_of_factors_in_few_bits_are_foretold(hollow, tmp_path):
+    model, _, batches, task = world("mlp")
+    values = on_meta("mlp")[:2] if hollow else (model, batches[0])
+    result = gk.plan(*values, task=task, rows=64, queries=0, keep="1KiB")
+    report = gk.capture(tmp_path, model, batches, task=task, split="train", keep="1KiB")
+    assert result.disk_bytes == pytest.approx(report.bytes, rel=0.1)
+    assert result.row_bytes <= 1024
+    stored = [p.layer.storage for p in result.layers]
+    assert stored == [layer.storage for layer in report.layers]
+    assert set(stored) == {"factors", "dense"}
 
 
 def test_a_model_without_numbers_stays_without():

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from gradkeep._ranks import rank_correlation
-from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._tracer import Reducer, empty_gradients
 from gradkeep.capturing.rules._rules import DENSE_RULES
@@ -20,6 +20,7 @@ from gradkeep.curvature._moments import WIDE, MatrixMoments, VectorMoments, matr
 from gradkeep.errors import CaptureError
 from gradkeep.factors._arithmetic import pairwise
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
+from gradkeep.factors._convolution import Convolution
 from gradkeep.factors._weights import BlockProjection, LayerProjection, WeightMatrix
 
 if TYPE_CHECKING:
@@ -161,9 +162,11 @@ def find_leading_layers(
     """
     side = choose_side(block_sizes(moments.forms.values()), keep, units)
     layers = {
-        unit: LeadingLayer(tuple(_leading(one, side) for one in moments.moments[unit]))
-        for unit in units
-        if unit in moments.moments
+        unit: LeadingLayer(
+            tuple(_leading(one, affordable_side(moments.forms[unit], side)) for one in own)
+        )
+        for unit, own in ((unit, moments.moments.get(unit)) for unit in units)
+        if own is not None
     }
     if not any(layer.mean > 0 for layer in layers.values()):
         raise CaptureError(
@@ -308,6 +311,13 @@ def choose_side(blocks: Sequence[BlockSize], keep: Keep, units: Sequence[LayerUn
     return side
 
 
+def affordable_side(form: AnyForm, side: int) -> int:
+    """Limit the vectors of a side of a convolution: R C c products take no longer than its 3 T R C."""
+    if not isinstance(form, Convolution):
+        return side
+    return min(side, max(_LEAST_SIDE, 3 * form.positions))
+
+
 def count_operations(blocks: Sequence[BlockSize], side: int) -> float:
     """Count multiplications per position of all layers: both projections, and their products."""
     total = 0.0
@@ -418,8 +428,9 @@ def measure_agreement(
     if 8 * size > max_bytes:
         return None, 0
     for batch in sample:
+        few = rows_of(batch, 0, min(batch_size(batch), 32 - rows))
         with torch.enable_grad():
-            parts.append(tracer.run(batch, device=device_of(tracer.model)))
+            parts.append(tracer.run(few, device=device_of(tracer.model)))
         rows += len(parts[-1].measured.losses)
         if rows >= 16 or (rows + 4) * size > max_bytes:
             break

@@ -34,7 +34,15 @@ from gradkeep.capturing._tracer import Reducer
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.errors import CaptureError, NotSealedError
-from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, describe_bits, packed_bits
+from gradkeep.factors._bits import (
+    PACKED,
+    BitRows,
+    Bits,
+    bit_scales,
+    describe_bits,
+    largest_in_groups,
+    packed_bits,
+)
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._weights import BlockProjection, LayerProjection
 
@@ -360,21 +368,30 @@ class CoordinateMaker(RowMaker):
     ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
         group = self.basis.group if self.bits == 1 else 0
         with torch.no_grad():
-            parts = {unit: _values(traced.pieces[unit]) for unit in self.tracer.units}
-            whole = torch.cat(list(parts.values()), 1)
-            scales = bit_scales(whole, self.bits, group)
-            rows: dict[str, GradientRows] = {
-                unit.name: BitRows(part)
-                if scales is None
-                else BitRows(packed_bits(part, scales, self.bits, group), scales)
-                for unit, part in parts.items()
-            }
-        values["norm"] = torch.linalg.vector_norm(whole, dim=1).cpu().numpy()
+            parts = {unit.name: _values(traced.pieces[unit]) for unit in self.tracer.units}
+            rows: dict[str, GradientRows] = dict(self._rounded(parts, group))
+            lengths = [torch.linalg.vector_norm(part, dim=1) for part in parts.values()]
+            norms = torch.linalg.vector_norm(torch.stack(lengths, 1), dim=1)
+        values["norm"] = norms.cpu().numpy()
         gradients: dict[str, Any] = {}
         for layer in self.layers:
             for name, tensor in layer.form.tensors(rows[layer.unit.name]).items():
                 gradients[name] = tensor.cpu().numpy()
         return gradients, rows
+
+    def _rounded(self, parts: Mapping[str, Tensor], group: int) -> dict[str, BitRows]:
+        """Round the coordinates `[B, k]` of all layers, with one scale per row."""
+        if group:
+            groups = {name: largest_in_groups(part, group) for name, part in parts.items()}
+            scale = torch.cat([largest for _, largest in groups.values()], 1).mean(1)
+            return {name: BitRows(codes, scale) for name, (codes, _) in groups.items()}
+        scales = bit_scales(torch.cat(list(parts.values()), 1), self.bits)
+        if scales is None:
+            return {name: BitRows(part) for name, part in parts.items()}
+        return {
+            name: BitRows(packed_bits(part, scales, self.bits), scales)
+            for name, part in parts.items()
+        }
 
     def fingerprints(self, values: Values) -> dict[str, str]:
         """Return facts that identify the gradients and their basis."""

@@ -157,6 +157,13 @@ class ShapedCapture:
     """Measured bytes per row; None if no rows were computed."""
     measured_seconds: float = 0.0
 
+    def rounded(self, prepared: PreparedCapture) -> ShapedCapture:
+        """Return the same capture with its gradients stored in fewer bits."""
+        measured = self.measured_bytes
+        if measured is not None:
+            measured += prepared.row_bytes - self.prepared.row_bytes
+        return dataclasses.replace(self, prepared=prepared, measured_bytes=measured)
+
     @property
     def factor_bytes(self) -> int:
         """Bytes of the factors of the probe batch."""

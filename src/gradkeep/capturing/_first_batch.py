@@ -57,6 +57,10 @@ LEAST = 192
 class Keep:
     """Store a fixed number of bytes per row, everything included: `keep="4KiB"` is `keep=gk.Keep("4KiB")`.
 
+    If whole gradients fit these bytes in 32, 16 or 8 bits, as factors of layers with one position per row
+    often do, they are stored. If not, or if other settings of coordinates than the defaults are passed and
+    32 bits do not fit, coordinates are stored:
+
     Of each layer's gradient G, coordinates in the eigenbasis of its Kronecker-factored Fisher matrix are
     whitened, z = u^T G v / sqrt(lambda + damping * mean lambda). Of all layers together, those with the
     largest lambda / (the layer's mean lambda) are stored. With groups, a byte holds the index of the
@@ -201,6 +205,8 @@ def _bytes(value: int | str) -> int:
         ) from error
 
 
+_FEWER_BITS: tuple[Encoding, ...] = ("bfloat16", "int8-scaled")
+
 KeepChoice = str | int | Keep | Mapping[str, str] | None
 """Name of a storage for all layers, a name for each glob of layers, or bytes per row; None for the
 smallest exact storage."""
@@ -268,6 +274,24 @@ class PreparedCapture:
         """Return True if whole gradients take no more than these bytes per row."""
         ragged = any(array.ragged for layer in self.layers for array in layer.arrays)
         return not ragged and self.row_bytes + OVERHEAD <= keep.row_bytes
+
+    def within(self, keep: Keep) -> PreparedCapture | None:
+        """Return a capture of whole gradients in these bytes per row; None if coordinates are needed.
+
+        If float32 does not fit, 16 and then 8 bits are tried. With one position per row, factors are few
+        values and cost no more than a pass; coordinates are products of both factors, and cost many.
+        Settings of coordinates other than the defaults ask for coordinates.
+        """
+        if self.fits_exactly(keep):
+            return self
+        if keep != Keep(keep.row_bytes):
+            return None
+        for encoding in _FEWER_BITS:
+            layers = choose_storage(self.pieces, encoding=encoding, requested={}, tolerance=0.0)
+            rounded = dataclasses.replace(self, layers=tuple(layers))
+            if rounded.fits_exactly(keep):
+                return rounded
+        return None
 
     @property
     def dense(self) -> frozenset[LayerUnit]:

@@ -440,8 +440,10 @@ def plan(
         disk=shutil.disk_usage(os.curdir).free if disk_budget is None else parse_bytes(disk_budget),
     )
     requested = settings.compressed
-    if requested is not None and planner.shaped.prepared.fits_exactly(requested):
-        requested = None
+    whole = None if requested is None else planner.shaped.prepared.within(requested)
+    if whole is not None:
+        shaped = planner.shaped.rounded(whole)
+        planner, requested = dataclasses.replace(planner, shaped=shaped), None
     result = planner.plan(requested)
     if result.fits:
         return result

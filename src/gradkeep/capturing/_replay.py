@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
     from gradkeep._preview import Preview
     from gradkeep.capturing._capture import DistributedCapture
+    from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._rows import RowArrays, RowMaker
@@ -350,10 +351,11 @@ class Replay:
             )
         repeatable = self._check_repeatable()  # before computing a basis, which takes long
         keep = self.settings.compressed
+        basis_key = gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture)
+        whole = self._whole_gradients(key, basis_key, prepared) if small else prepared
         maker: RowMaker
-        if small and not (keep is not None and prepared.fits_exactly(keep)):
+        if whole is None:
             footprint = 0 if budget is None else coordinate_footprint(prepared, batch, rows)
-            basis_key = gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture)
             basis = find_basis(
                 *(self.store, basis_key, self.settings, prepared, self.batches, weights),
                 budget=budget,
@@ -363,6 +365,7 @@ class Replay:
             at_once, project, beside = batch_size(first), maker.project, basis.nbytes
             footprint += 3 * 4 * basis.size  # coordinates by layer, together, and once more rounded
         else:
+            prepared = whole
             maker = GradientMaker.of(prepared, **self._common)
             if not small and self.recompute is None:  # a memory plan needs equal steps
                 maker.moments = FirstMoments.plan(prepared, budget)
@@ -373,6 +376,31 @@ class Replay:
         if budget is not None:
             at_once = min(at_once, rows_within(budget, footprint, beside=beside))
         return maker, at_once, repeatable
+
+    def _whole_gradients(
+        self, key: CaptureKey, basis_key: gs.BasisKey, prepared: PreparedCapture
+    ) -> PreparedCapture | None:
+        """Return the capture if whole gradients fit a number of bytes; None to store coordinates.
+
+        Coordinates are stored if a basis exists, such as that of another split. Query rows are whole if
+        the other splits are.
+        """
+        keep = self.settings.compressed
+        if keep is not None and prepared.fits_exactly(keep):
+            return prepared
+        if self.store.has(basis_key):
+            return None
+        if keep is not None:
+            return prepared.within(keep)
+        others = (
+            k for k in self.store.captures() if dataclasses.replace(k, split=key.split) == key
+        )
+        earlier = (find_earlier_run(self.store, other) for other in others)
+        storages = [
+            storage for run in earlier if run is not None for storage in run.storages.values()
+        ]
+        is_whole = any(storage != "coordinates" for storage in storages)
+        return prepared if is_whole else None
 
     def _first_rows(self) -> Any:
         first = self.batches.first

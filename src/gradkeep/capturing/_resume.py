@@ -6,7 +6,6 @@ are recomputed and compared before any row is added. While a capture runs, some 
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 import sys
@@ -333,7 +332,7 @@ def _own_functions(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    return not inspect.getfile(function).startswith(_INSTALLED)
+    return not function.__code__.co_filename.startswith(_INSTALLED)
 
 
 def _names(code: types.CodeType) -> list[str]:

@@ -213,6 +213,23 @@ def describe_bits(bits: int, group: int = 0) -> str:
     return "one bit each" if bits == 1 else f"{bits} bits each"
 
 
+def largest_in_groups(coordinates: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the code and the absolute value of the largest coordinate of each group, both `[B, groups]`.
+
+    Some rows at a time: fresh memory for all of them takes longer than the comparisons.
+    """
+    rows, count = len(coordinates), coordinates.shape[1] // group
+    codes = torch.empty(rows, count, dtype=torch.uint8, device=coordinates.device)
+    largest = coordinates.new_empty(rows, count)
+    for start, stop in tiles(rows, count * group, coordinates.element_size(), CACHED):
+        groups = coordinates[start:stop].view(stop - start, count, group)
+        sizes, places = groups.abs().max(2)
+        below = groups.gather(2, places.unsqueeze(2)).squeeze(2) < 0
+        codes[start:stop] = places + MOST_IN_GROUP * below
+        largest[start:stop] = sizes
+    return codes, largest
+
+
 def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | None:
     """Return the scale `[B]` of each row of all layers' coordinates `[B, K]`; None if none is needed.
 
@@ -220,12 +237,7 @@ def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | 
     levels.
     """
     if group:
-        return (
-            coordinates.view(len(coordinates), coordinates.shape[1] // group, group)
-            .abs()
-            .amax(2)
-            .mean(1)
-        )
+        return largest_in_groups(coordinates, group)[1].mean(1)
     if bits not in PACKED:
         return None
     if bits == 1:
@@ -241,10 +253,7 @@ def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int 
     tensor([[5]], dtype=torch.uint8)
     """
     if group:
-        groups = coordinates.view(len(coordinates), coordinates.shape[1] // group, group)
-        places = groups.abs().argmax(2)
-        below = groups.gather(2, places.unsqueeze(2)).squeeze(2) < 0
-        return (places + MOST_IN_GROUP * below).to(torch.uint8)
+        return largest_in_groups(coordinates, group)[0]
     if bits == 1:
         signs = (coordinates > 0).cpu().numpy()
         return torch.from_numpy(np.packbits(signs, axis=1, bitorder="little"))

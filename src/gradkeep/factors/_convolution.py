@@ -187,7 +187,10 @@ class Convolution(FactoredForm[ConvolutionRows]):
     def between(
         self, rows: ConvolutionRows, block: WeightBlock, row_vectors: Tensor, col_vectors: Tensor
     ) -> Tensor:
-        """Return L^T W R `[B, G, r, c]` by convolution, without building patches."""
+        """Return L^T W R `[B, G, r, c]` of restored rows, or by convolution, whichever is less work.
+
+        With many positions rows are restored first, and multiplied once instead of T times.
+        """
         if isinstance(block, WeightVector):
             sums = self._sums(rows)
             return (sums @ row_vectors[0].to(sums.dtype))[:, None, :, None] * col_vectors[0].to(
@@ -196,6 +199,10 @@ class Convolution(FactoredForm[ConvolutionRows]):
         groups, dtype = self.groups, rows.wide.dtype
         inner, high = self.channels // groups, self.filters // groups
         high_size, wide = row_vectors.shape[2], col_vectors.shape[2]
+        positions, cols = self.positions, col_vectors.shape[1]
+        moved_first = positions * (cols * wide + high * high_size + high_size * wide)
+        if high * cols * (positions + wide) + high * high_size * wide < moved_first:
+            return FactoredForm.between(self, rows, block, row_vectors, col_vectors)
         sides = col_vectors.mT.to(dtype)
         filters = sides[:, :, : inner * self.taps].reshape(groups * wide, inner, *self.kernel)
         ones = sides[:, :, -1].reshape(-1) if self.bias == "narrow" else None

@@ -291,12 +291,18 @@ class Form(Protocol[R]):
             col_vectors.shape[2],
             dtype=row_vectors.dtype,
         )
-        for start, stop, dense in restored_tiles(self, rows, RESTORED):
+        (high, r), (wide, c) = row_vectors.shape[1:], col_vectors.shape[1:]
+        is_left_first = r * wide * (high + c) < high * c * (wide + r)
+        for start, stop, dense in restored_tiles(self, rows, 8 * CACHED):
             taken = block.matrices(dense).to(row_vectors.dtype)
             for group, into in enumerate(out[start:stop].unbind(1)):
+                left, right = row_vectors[group], col_vectors[group]
                 # One large product per side for all rows, not a small one per row.
-                high = _flat_product(taken[:, group].mT, row_vectors[group]).mT
-                into.copy_(_flat_product(high, col_vectors[group]))
+                if is_left_first:
+                    left_product = _flat_product(taken[:, group].mT, left).mT
+                    into.copy_(_flat_product(left_product, right))
+                else:
+                    torch.matmul(left.mT, _flat_product(taken[:, group], right), out=into)
             del dense, taken  # free it before the next one
         return out
 

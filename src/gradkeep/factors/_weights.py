@@ -125,7 +125,7 @@ class BlockProjection:
         """Return the coordinates `[B, k]` of rows; products of both sides, then `folds * k` sums per row."""
         values = form.between(rows, block, self.row_vectors, self.col_vectors).flatten(1)
         if self.chosen is not None:
-            values = values[:, self.chosen.flatten().to(values.device)]
+            values = values.index_select(1, self.chosen.flatten().to(values.device))
         weights = self.weights.to(values)
         if len(weights) == 1:
             return values.mul_(weights[0])
