@@ -12,11 +12,15 @@ from torch.utils.data import default_collate
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
-from gradkeep._ranks import column_correlations
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.capturing._batches import digests
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.evaluate._evaluation import digest_of
+from gradkeep.evaluate._evaluation import (
+    RankCorrelations,
+    digest_of,
+    format_interval,
+    jackknife_correlations,
+)
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -131,6 +135,22 @@ class MoreModels:
         return f"{self.models} models more ({self.subsets} subsets) would halve the interval{cost}"
 
 
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Expected value of a perfect prediction, estimated from the agreement of seeds.
+
+    Attributes:
+        value: The ceiling.
+        interval: Its interval.
+    """
+
+    value: float
+    interval: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} {format_interval(self.interval)}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroundTruth:
     """Subsets and the outputs of models trained on them, divided into a choosing and a reporting half.
@@ -161,6 +181,7 @@ class GroundTruth:
     parameters: int | None = None
     recipe: str | None = None
     seconds: float | None = None
+    _ceilings: dict[Any, Ceiling | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         masks, outputs = np.asarray(self.masks), np.asarray(self.outputs)
@@ -217,8 +238,23 @@ class GroundTruth:
         The seeds are halved in many ways; r, the mean rank correlation of two halves, is extrapolated to all seeds
         (Spearman-Brown), and its root is the ceiling. None with one seed.
         """
-        outputs = self.outputs[self._rows(part)]
-        return ceiling_of(outputs if queries is None else outputs[:, :, queries])
+        estimate = self.estimate_ceiling(part, queries)
+        return None if estimate is None else estimate.value
+
+    def estimate_ceiling(
+        self,
+        part: TruthPart = "reporting",
+        queries: AnyArray | None = None,
+        *,
+        level: float = 0.95,
+    ) -> Ceiling | None:
+        """Return the ceiling with its interval; None with one seed."""
+        key = (part, None if queries is None else queries.tobytes(), level)
+        if key not in self._ceilings:
+            outputs = self.outputs[self._rows(part)]
+            chosen = outputs if queries is None else outputs[:, :, queries]
+            self._ceilings[key] = ceiling_of(chosen, level)
+        return self._ceilings[key]
 
     def to_halve(self, evaluation: Evaluation) -> MoreModels:
         """Estimate how many more models would halve the interval of an evaluation, and their cost.
@@ -453,21 +489,30 @@ def load_truth(
     )
 
 
-def ceiling_of(outputs: AnyArray) -> float | None:
+def ceiling_of(outputs: AnyArray, level: float) -> Ceiling | None:
     """Return the root of the expected agreement of the mean over seeds of outputs `[m, seeds, T]` with another."""
     seeds = outputs.shape[1]
     half = seeds // 2
-    if half == 0 or len(outputs) < 3:
+    outputs = outputs[:, :, np.ptp(outputs.mean(axis=1), axis=0) > 0]
+    if half == 0 or len(outputs) < 3 or not outputs.shape[2]:
         return None
-    rng, correlations = np.random.default_rng(0), []
-    # Average over 20 random halvings of the seeds.
-    for _ in range(20 if seeds > 2 else 1):
+    rng = np.random.default_rng(0)
+    halvings = []
+    # More random halvings of the seeds change the ceiling by less than its interval.
+    for _ in range(5 if seeds > 2 else 1):
         order = rng.permutation(seeds)
         one, other = (outputs[:, order[at : at + half]].mean(axis=1) for at in (0, half))
-        each = column_correlations(one, other)
-        correlations.append(each[np.isfinite(each)].mean() if np.isfinite(each).any() else 0.0)
-    r = float(np.mean(correlations))
-    if not math.isfinite(r) or r <= 0:
-        return 0.0
-    one_seed = r / (half - (half - 1) * r)
-    return math.sqrt(seeds * one_seed / (1 + (seeds - 1) * one_seed))
+        halvings.append(jackknife_correlations(one, other))
+    items = np.mean([whole for whole, _ in halvings], axis=0)
+    table = np.mean([values for _, values in halvings], axis=0)
+    agreement = RankCorrelations(items, float(items.mean()), table)
+
+    def extrapolated(r: float) -> float:
+        if r <= 0:
+            return 0.0
+        one_seed = r / (half - (half - 1) * r)
+        return math.sqrt(seeds * one_seed / (1 + (seeds - 1) * one_seed))
+
+    interval = agreement.interval(level)
+    ends = None if interval is None else (extrapolated(interval[0]), extrapolated(interval[1]))
+    return Ceiling(extrapolated(agreement.value), ends)
