@@ -331,6 +331,7 @@ def _check_rows(lines: Sequence[Scores], recipe: Recipe) -> int:
                 code="evaluate.other_rows",
                 found=f"{recipe.num_rows} rows of the recipe, {len(one.train_ids)} of {one.method}",
             )
+        recipe.check_captured(one)
     return recipe.num_rows
 
 
@@ -394,6 +395,8 @@ def verify_rows(
     )
     count = recipe.num_queries
     own = None if scores is None else scores.query_ids
+    if scores is not None:
+        recipe.check_captured(scores)
     query_positions = np.arange(count) if own is None else places_among(own, count)
     if queries is not None:
         query_positions = query_positions[_places(queries, own, count, "queries")]
@@ -494,6 +497,7 @@ def check_removal(
             expected="at least 5",
         )
     query_positions = places_among(scores.query_ids, recipe.num_queries)
+    recipe.check_captured(scores)
     outputs = _with_controls(row_positions, recipe, where, seeds, "without", options)
     change = _gain(outputs, row_positions, query_positions, "without", level)
     predicted = -np.asarray(scores.values, np.float64)[:, row_positions].sum(axis=1)
