@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradkeep.attribution._scores import Scores
 from gradkeep.evaluate import Evaluation, compare, judge_methods, lds
+from gradkeep.evaluate._evaluation import format_interval
 from gradkeep.evaluate._lds import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import Store
@@ -72,8 +73,7 @@ class Section:
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    low, high = evaluation.interval
-    return f"{evaluation.value:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{evaluation.value:.3f} {format_interval(evaluation.interval)}"
 
 
 def judge_entries(store: Store, truth: GroundTruth, entries: Sequence[Entry]) -> Judgement:
@@ -114,7 +114,7 @@ def format_table(judgement: Judgement, entries: Sequence[Entry]) -> list[str]:
 def select_own_method(judgement: Judgement, entries: Sequence[Entry]) -> str:
     """Return our best method that used no outcomes, by the selection half."""
     fits = {
-        one.name: lds(one.scores, judgement.truth, part="choosing", resamples=100).value
+        one.name: lds(one.scores, judgement.truth, part="choosing").value
         for one in entries
         if not one.peer and not one.scores.chosen_on
     }

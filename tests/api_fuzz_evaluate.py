@@ -27,9 +27,9 @@ def evaluate_calls(w, call):
     recipe = evaluate.Recipe(w.batch, w.batch, training)
     store = gk.open(w.folder / "judged", durability="process")
     numbers = itertools.count()
-    bounds = {"level": 0.9, "resamples": 100}
-    retrained = {"recipe": recipe, "store": store, "seeds": 1, **bounds}
-    result = evaluate.lds(w.scores, truth, resamples=100)
+    bounds = {"level": 0.9}
+    retrained = {"recipe": recipe, "store": store, "seeds": 2, **bounds}
+    result = evaluate.lds(w.scores, truth)
     cosines = gk.attribute(w.store, method="cos")
 
     def here(function):
@@ -99,6 +99,7 @@ def evaluate_calls(w, call):
                 "wrong": [1, 2, 7],
                 "ids": None,
                 "subject": None,
+                "resamples": 100,
                 **bounds,
             },
         ),

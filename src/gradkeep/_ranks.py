@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 def ranks(values: AnyArray) -> AnyArray:
     """Return ranks along the first axis, `[m, t]`; equal values share the mean of theirs."""
     order = np.argsort(values, axis=0, kind="stable")
+    ordered = np.take_along_axis(values, order, axis=0)
+    places = np.arange(len(values))[:, None]
+    first = np.ones(values.shape, bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    last = np.ones(values.shape, bool)
+    last[:-1] = first[1:]
+    starts = np.maximum.accumulate(np.where(first, places, 0), axis=0)
+    ends = np.minimum.accumulate(np.where(last, places, len(values))[::-1], axis=0)[::-1]
     out = np.empty(values.shape)
-    for column in range(values.shape[1]):
-        ordered = values[order[:, column], column]
-        first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-        starts = np.flatnonzero(first)
-        ends = np.concatenate([starts[1:], [len(ordered)]])
-        out[order[:, column], column] = ((starts + ends - 1) / 2)[np.cumsum(first) - 1]
+    np.put_along_axis(out, order, (starts + ends) / 2, axis=0)
     return out
 
 

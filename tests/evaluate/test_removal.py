@@ -66,7 +66,7 @@ def test_trainings_are_kept(world, monkeypatch):
     second_evaluation = evaluate.removal_curve(
         scores, recipe(), sizes=[4], queries=[0, 2], workers=0
     )
-    np.testing.assert_array_equal(first.change.draws, second_evaluation.change.draws)
+    np.testing.assert_array_equal(first.change.table, second_evaluation.change.table)
 
 
 def test_leave_one_out_is_what_leaving_out_by_hand_says(world):

@@ -41,7 +41,7 @@ def master(tmp_path_factory):
     scores = gk.attribute(store, method="kernel", save="kept")
     rng = np.random.default_rng(0)
     truth = GroundTruth("toy", rng.random((24, TRAIN)) < 0.5, rng.random((24, 2, TEST)))
-    evaluate.lds(scores, truth, resamples=100).save("lds-kernel", store=store)
+    evaluate.lds(scores, truth).save("lds-kernel", store=store)
     (folder / "remat").mkdir()
     deep = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
     with record(folder / "remat" / "step.log"):

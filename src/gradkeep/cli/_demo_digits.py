@@ -24,6 +24,7 @@ from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtraError
 from gradkeep.evaluate import Recipe, ground_truth, judge_methods
+from gradkeep.evaluate._evaluation import format_interval
 from gradkeep.store import LocalDisk, verify
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def hold_against_retraining(
     evaluations = [one.evaluation for one in judged.methods if one.evaluation is not None]
     save_evaluations(store, evaluations, ResultOptions())
     texts = [
-        f"{one.name} {figure.value:.2f} [{figure.interval[0]:.2f}, {figure.interval[1]:.2f}]"
+        f"{one.name} {figure.value:.2f} {format_interval(figure.interval, '.2f')}"
         for one, figure in zip(judged.methods, evaluations, strict=True)
     ]
     report(f"judged     rank correlation with retraining (LDS): {'; '.join(texts)}")

@@ -85,19 +85,20 @@ def truth(
         workers=workers,
         progress=None if json else print_progress,
     )
-    ceiling = result.ceiling()
+    ceiling = result.estimate_ceiling()
     fields = {
         "truth": result.name,
         "subsets": len(result.masks),
         "seeds": result.seeds,
         "queries": result.num_queries,
-        "ceiling": ceiling,
+        "ceiling": None if ceiling is None else ceiling.value,
+        "ceiling_interval": None if ceiling is None else ceiling.interval,
         "seconds_per_model": result.seconds,
     }
     if json:
         print_json(fields)
         return
-    shown = "unknown with one seed" if ceiling is None else f"{ceiling:.3f}"
+    shown = "unknown with one seed" if ceiling is None else str(ceiling)
     print("{truth}: {subsets} subsets x {seeds} seeds, {queries} queries".format(**fields), end="")
     print(f"; ceiling {shown}")
 
@@ -483,6 +484,7 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, Any]:
     lines = {} if curve is None else dict(zip(curve.names, curve.values.tolist(), strict=True))
     return {
         **pick_fields(evaluation, "metric", "subject", "value", "interval", "level", "ceiling"),
+        "ceiling_interval": evaluation.ceiling_interval,
         "share_of_ceiling": evaluation.share,
         **pick_fields(evaluation.sizes, "queries", "subsets", "seeds", "rows"),
         **pick_fields(evaluation, "truth", "provenance"),

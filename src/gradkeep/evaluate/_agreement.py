@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 
 @checked(EvaluationError)
-def agreement(
-    first: Scores, second: Scores, *, k: int = 10, level: float = 0.95, resamples: int = 1000
-) -> Evaluation:
+def agreement(first: Scores, second: Scores, *, k: int = 10, level: float = 0.95) -> Evaluation:
     """Compute the mean over queries of the rank correlation of two scores of the same rows.
 
     The provenance contains the mean share of their `k` most helpful rows that both have. Cost: Q x N log N.
@@ -48,7 +46,6 @@ def agreement(
         second: Scores `[Q, N]`.
         k: Number of most helpful rows to compare.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
 
     Returns:
         The mean rank correlation, with an interval over queries.
@@ -64,20 +61,17 @@ def agreement(
         1.0
     """
     _arguments.count("k", k, error=EvaluationError, least=1)
-    return _agree([first, second], "agreement", k, level, resamples)
+    return _agree([first, second], "agreement", k, level)
 
 
 @checked(EvaluationError)
-def stability(
-    scores: Sequence[Scores], *, k: int = 10, level: float = 0.95, resamples: int = 1000
-) -> Evaluation:
+def stability(scores: Sequence[Scores], *, k: int = 10, level: float = 0.95) -> Evaluation:
     """Compute the agreement of scores of models that differ in their seeds: the mean over all pairs.
 
     Args:
         scores: Two or more scores `[Q, N]`.
         k: Number of most helpful rows to compare.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
 
     Returns:
         The mean rank correlation, with an interval over queries.
@@ -92,7 +86,7 @@ def stability(
             code="evaluate.few_seeds",
             found=len(scores),
         )
-    return _agree(list(scores), "stability", k, level, resamples)
+    return _agree(list(scores), "stability", k, level)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +108,8 @@ class SanityCheck:
     @property
     def passed(self) -> bool:
         """True if shuffled scores predict nothing, the scores something, and training adds to it."""
-        learnt = self.gain is None or self.gain.interval[0] > 0
-        return not self.shuffled.from_zero and self.trained.interval[0] > 0 and learnt
+        learnt = self.gain is None or self.gain.above_zero
+        return not self.shuffled.from_zero and self.trained.above_zero and learnt
 
     def __str__(self) -> str:
         parts = (self.trained, self.shuffled, self.randomized, self.gain)
@@ -189,7 +183,7 @@ def randomize(model: torch.nn.Module, *, seed: int = 0) -> torch.nn.Module:
     return twin
 
 
-def _agree(scores: list[Scores], metric: str, k: int, level: float, resamples: int) -> Evaluation:
+def _agree(scores: list[Scores], metric: str, k: int, level: float) -> Evaluation:
     first = scores[0]
     for other in scores[1:]:
         for part in ("query_ids", "train_ids"):
@@ -213,20 +207,17 @@ def _agree(scores: list[Scores], metric: str, k: int, level: float, resamples: i
         metric,
         " and ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         items,
-        universe=digest_of(metric, first.query_ids, first.train_ids, level, resamples),
+        universe=digest_of(metric, first.query_ids, first.train_ids, level),
         truth="each other",
         item_ids=first.query_ids,
         level=level,
-        resamples=resamples,
         sizes=SampleSizes(queries=len(items), rows=len(first.train_ids)),
         provenance=f"{shared.mean():.1%} of the {k} most helpful rows in common",
     )
 
 
 @checked(EvaluationError)
-def leakage(
-    scores: Scores, copies: Any, *, k: int = 1, level: float = 0.95, resamples: int = 1000
-) -> Evaluation:
+def leakage(scores: Scores, copies: Any, *, k: int = 1, level: float = 0.95) -> Evaluation:
     """Compute the share of queries whose copy among the training rows is one of the `k` most helpful; Q x N.
 
     Args:
@@ -234,7 +225,6 @@ def leakage(
         copies: Training id of each query's copy `[Q]`, -1 for none.
         k: Number of most helpful rows.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
 
     Returns:
         The share, with an interval over queries.
@@ -274,11 +264,11 @@ def leakage(
         f"leakage recall at {k}",
         subject_of(scores),
         items,
-        universe=digest_of("leakage", scores.query_ids, copy_ids, k, level, resamples),
+        universe=digest_of("leakage", scores.query_ids, copy_ids, k, level),
         truth=f"{len(with_copy)} planted copies",
+        share=True,
         item_ids=scores.query_ids,
         level=level,
-        resamples=resamples,
         sizes=SampleSizes(queries=len(with_copy), rows=len(scores.train_ids)),
         provenance=provenance_of(scores),
         captures=scores.captures,
@@ -293,7 +283,6 @@ def class_retrieval(
     *,
     k: int = 10,
     level: float = 0.95,
-    resamples: int = 1000,
 ) -> Evaluation:
     """Compute the share of the `k` most helpful rows of a query that have its class.
 
@@ -306,7 +295,6 @@ def class_retrieval(
         train_classes: Classes of the training rows `[N]`; the captured labels by default.
         k: Number of most helpful rows.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
 
     Returns:
         The share, with an interval over queries.
@@ -328,13 +316,10 @@ def class_retrieval(
         f"class retrieval at {k}",
         subject_of(scores),
         items,
-        universe=digest_of(
-            "retrieval", scores.query_ids, query_labels.astype(str), k, level, resamples
-        ),
+        universe=digest_of("retrieval", scores.query_ids, query_labels.astype(str), k, level),
         truth=f"{len(np.unique(train_labels))} classes",
         item_ids=scores.query_ids,
         level=level,
-        resamples=resamples,
         sizes=SampleSizes(queries=len(query_labels), rows=len(train_labels)),
         provenance=f"chance {chance.mean():.3f}; {provenance_of(scores)}",
         captures=scores.captures,

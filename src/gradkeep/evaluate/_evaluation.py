@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
-_AT_ONCE = 1 << 24
-"""Numbers of a chunk of resamples."""
+LEAST_SEEDS = 3
+"""Fewest seeds, or other repetitions, that an interval is computed from."""
+_GROUPS = 100
+"""Most groups of subsets that are left out in turn."""
 
 
-def check_bounds(level: float, resamples: int) -> None:
-    """Validate the level and the number of resamples of an interval."""
+def check_level(level: float) -> None:
+    """Validate the level of an interval."""
     _arguments.number("level", level, error=EvaluationError, above=0, most=0.9999)
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100, most=1_000_000)
 
 
 def digest_of(*parts: Any) -> str:
@@ -56,33 +57,175 @@ def draw_weights(count: int, resamples: int, universe: str, what: str) -> AnyArr
     return rng.multinomial(count, np.full(count, 1 / count), size=resamples).astype(np.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Variance of the mean of a table `[rows, columns]`, by source, with its degrees of freedom."""
+
+    by_columns: float
+    by_rows: float
+    by_controls: float
+    freedom: float
+
+    @property
+    def total(self) -> float:
+        """Variance of the mean."""
+        return self.by_columns + self.by_rows + self.by_controls
+
+    def margin(self, level: float) -> float:
+        """Return half the width of the interval."""
+        return student_quantile(level, self.freedom) * math.sqrt(self.total)
+
+
+def spread_of(table: AnyArray, controls: AnyArray | None = None) -> Spread | None:
+    """Estimate the variance of the mean of a table whose rows and columns are both samples.
+
+    Rows are queries; columns are seeds or subsets, or there is a single one. The noise of single cells is part
+    of the variance between columns and is subtracted from that between rows, so that it counts once. Degrees of
+    freedom are Satterthwaite's.
+
+    Args:
+        table: Values `[rows, columns]`.
+        controls: Means of the control sets `[controls, columns]` that were subtracted from all rows.
+
+    Returns:
+        The spread; None with fewer than 3 columns, or with one column and fewer than 3 rows.
+    """
+    rows, columns = table.shape
+    if (rows if columns == 1 else columns) < LEAST_SEEDS:
+        return None
+    by_rows, noise = _variance_of_means(table)
+    if columns == 1:
+        return Spread(0.0, by_rows, 0.0, rows - 1)
+    by_columns, _ = _variance_of_means(table.T)
+    by_rows = max(0.0, by_rows - noise)
+    by_controls, freedom_of_controls = 0.0, 1
+    if controls is not None and len(controls) > 1:
+        by_controls, noise = _variance_of_means(controls)
+        by_controls, freedom_of_controls = max(0.0, by_controls - noise), len(controls) - 1
+    total = by_columns + by_rows + by_controls
+    squares = by_columns**2 / (columns - 1) + by_controls**2 / freedom_of_controls
+    squares += by_rows**2 / max(1, rows - 1)
+    freedom = total**2 / squares if squares > 0 else columns - 1
+    return Spread(by_columns, by_rows, by_controls, freedom)
+
+
+def _variance_of_means(table: AnyArray) -> tuple[float, float]:
+    """Return the variance of the mean of the row means, and the part of it that is noise of single cells."""
+    rows, columns = table.shape
+    if rows == 1:
+        return 0.0, 0.0
+    means = table.mean(axis=1)
+    residual = table - means[:, None] - table.mean(axis=0) + means.mean()
+    cells = float((residual**2).sum()) / max(1, (rows - 1) * (columns - 1))
+    return float(means.var(ddof=1)) / rows, cells / (rows * columns)
+
+
+def student_quantile(level: float, freedom: float) -> float:
+    """Return the two-sided quantile of Student's t.
+
+    >>> round(student_quantile(0.95, 2), 2), round(student_quantile(0.95, 9.0), 2)
+    (4.3, 2.26)
+    """
+    # With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle) ** (freedom - 1). Above
+    # 10,000 degrees t is normal to four digits.
+    freedom = min(max(freedom, 1.0), 1e4)
+    angles = np.linspace(0, math.pi / 2, 40_001)[:-1]
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(freedom) * math.tan(float(np.interp(level, below / below[-1], angles)))
+
+
+def mean_interval(
+    table: AnyArray, level: float, *, controls: AnyArray | None = None, share: bool = False
+) -> tuple[float, float] | None:
+    """Return the interval of the mean of a table `[rows, columns]` by Student's t, or of a share by Wilson."""
+    value = float(table.mean())
+    if share and table.shape[1] == 1:
+        return wilson_interval(value, len(table), student_quantile(level, math.inf))
+    spread = spread_of(table, controls)
+    if spread is None:
+        return None
+    if not share:
+        margin = spread.margin(level)
+        return value - margin, value + margin
+    # As many independent answers as would have this variance; without any variance, one for each query.
+    varies = spread.total > 0 and 0 < value < 1
+    count = value * (1 - value) / spread.total if varies else len(table)
+    count = min(max(count, 1.0), float(table.size))
+    return wilson_interval(value, count, student_quantile(level, spread.freedom))
+
+
+def wilson_interval(share: float, count: float, z: float) -> tuple[float, float]:
+    """Return Wilson's interval of a share of `count` answers; `z` is the quantile of its level.
+
+    >>> low, high = wilson_interval(0.0, 10, 1.96)
+    >>> low, round(high, 3)
+    (0.0, 0.278)
+    """
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    margin = (
+        z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z * z / count)
+    )
+    return (
+        0.0 if share == 0 else max(0.0, middle - margin),
+        1.0 if share == 1 else min(1.0, middle + margin),
+    )
+
+
+def format_interval(interval: tuple[float, float] | None, style: str = ".3f") -> str:
+    """Format an interval, or say that there is none."""
+    if interval is None:
+        return "[no interval]"
+    return f"[{interval[0]:{style}}, {interval[1]:{style}}]"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ResampledCorrelation:
-    """Rank correlations over subsets, one for each query, and their mean in resamples."""
+class RankCorrelations:
+    """Rank correlations over subsets, one for each query, and their jackknife values."""
 
     items: AnyArray
     """`[T]`; NaN if the outcome is constant"""
     value: float
-    draws: AnyArray
-    """`[B]`: means with resampled subsets and queries"""
-    by_subsets: float
-    """Standard deviation that decreases with more subsets."""
-    by_queries: float
-    """Standard deviation between queries, which more subsets do not decrease."""
+    """Their mean."""
+    table: AnyArray
+    """Jackknife values `[defined queries, groups of subsets]`; their mean is corrected for bias."""
 
-    def evaluation(self, metric: str, subject: str, item_ids: AnyArray, **facts: Any) -> Evaluation:
-        """Build the evaluation of the mean; `facts` are further arguments of `Evaluation.from_draws`."""
-        figures = (self.value, self.draws, self.items)
-        return Evaluation.from_draws(metric, subject, *figures, item_ids, **facts)
+    def interval(self, level: float) -> tuple[float, float] | None:
+        """Return the interval of the mean correlation with infinitely many subsets and queries."""
+        spread = spread_of(self.table)
+        if spread is None:
+            return None
+        middle, margin = float(self.table.mean()), spread.margin(level)
+        low, high = middle - margin, middle + margin
+        if len(self.table) == 1:
+            # A single correlation of few pairs is skewed: cover Fisher's interval as well.
+            center = math.atanh(min(max(middle, -0.9995), 0.9995))
+            scale = margin / (1 - min(self.value**2, 0.999))
+            low, high = min(low, math.tanh(center - scale)), max(high, math.tanh(center + scale))
+        return max(-1.0, min(low, self.value)), min(1.0, max(high, self.value))
+
+    def evaluation(
+        self, metric: str, subject: str, item_ids: AnyArray, *, level: float, **facts: Any
+    ) -> Evaluation:
+        """Build the evaluation of the mean; `facts` are further fields of `Evaluation`."""
+        return Evaluation(
+            metric,
+            subject,
+            self.value,
+            self.interval(level),
+            table=self.table,
+            items=self.items,
+            item_ids=item_ids,
+            level=level,
+            **facts,
+        )
 
 
-def rank_correlations(
-    predicted: AnyArray, actual: AnyArray, *, resamples: int, universe: str
-) -> ResampledCorrelation:
+def rank_correlations(predicted: AnyArray, actual: AnyArray) -> RankCorrelations:
     """Compute Spearman's correlation over subsets of predictions and outcomes `[m, T]`, averaged over queries.
 
-    Ranks are computed once; a resample weights subsets and queries by how often they were drawn. A constant
-    prediction of a varying outcome counts as 0. Costs resamples x m x T.
+    Leaves out every subset in turn (groups of them if there are more than 100). A constant prediction of a
+    varying outcome counts as 0. Costs m x min(m, 100) x T.
     """
     # By range, because a mean of equal numbers may differ from them in the last bit.
     varies = np.ptp(actual, axis=0) > 0
@@ -91,38 +234,56 @@ def rank_correlations(
             f"the outputs of all {len(varies)} queries are constant",
             code="evaluate.constant_outputs",
         )
-    prediction_varies = np.ptp(predicted, axis=0) > 0
-    items = np.where(varies, 0.0, np.nan)
-    predictable = np.flatnonzero(varies & prediction_varies)
-    p, y = ranks(predicted[:, predictable]), ranks(actual[:, predictable])
-    for values in (p, y):
-        values -= values.mean(axis=0)
-        values /= values.std(axis=0)
-    items[predictable] = (p * y).mean(axis=0)
     defined = np.flatnonzero(varies)
-    value = float(items[defined].mean())
-    by_subset = draw_weights(len(p), resamples, universe, "subsets") / len(p)
-    by_query = draw_weights(len(defined), resamples, universe, "queries") / len(defined)
-    place = np.searchsorted(defined, predictable)
-    draws = np.empty(resamples)
-    step = max(1, _AT_ONCE // max(1, 8 * len(predictable)))
-    parts = (p, y, p * y, p * p, y * y)
-    for start in range(0, resamples, step):
-        weights = by_subset[start : start + step]
-        ep, ey, epy, epp, eyy = (weights @ part for part in parts)
-        spread = np.sqrt(np.maximum(epp - ep * ep, 0) * np.maximum(eyy - ey * ey, 0))
-        ratio = np.divide(epy - ep * ey, spread, out=np.zeros_like(spread), where=spread > 0)
-        each = np.zeros((len(ratio), len(defined)))
-        each[:, place] = np.clip(ratio, -1, 1)
-        draws[start : start + step] = (each * by_query[start : start + step]).sum(axis=1)
-    # The correlation of few models is biased to 0, that of a resample doubly so.
-    draws += value - draws.mean()
-    # Correlations of few subsets also differ by chance: the rest of their variance is between queries.
-    noise = ((1 - items[predictable] ** 2) ** 2).sum() / (len(p) - 1) / len(defined)
-    query_variance = max(0.0, float(items[defined].var()) - noise) / len(defined)
-    subset_variance = max(0.0, float(draws.var()) - query_variance)
-    return ResampledCorrelation(
-        items, value, draws, math.sqrt(subset_variance), math.sqrt(query_variance)
+    items = np.full(len(varies), np.nan)
+    items[defined], table = jackknife_correlations(predicted[:, defined], actual[:, defined])
+    return RankCorrelations(items, float(items[defined].mean()), table)
+
+
+def jackknife_correlations(one: AnyArray, other: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """Return Spearman's correlations `[T]` of columns of two tables `[m, T]`, and jackknife values `[T, groups]`.
+
+    The jackknife value of a group is groups x all - (groups - 1) x without it.
+    """
+    count, columns = one.shape
+    groups = min(count, _GROUPS)
+    member = (np.arange(count) * groups // count)[:, None] == np.arange(groups)
+    rest = np.where(member, 0.0, 1.0)
+    rank_pairs = ranks(one), ranks(other)
+    whole = _correlations(*rank_pairs, np.ones((count, 1)))
+    without = np.empty((columns, groups))
+    for column in range(columns):
+        first, second = (
+            values[:, column, None] - _count_below(table[:, column], member)
+            for values, table in zip(rank_pairs, (one, other), strict=True)
+        )
+        without[column] = _correlations(first, second, rest)
+    return whole, groups * whole[:, None] - (groups - 1) * without
+
+
+def _count_below(values: AnyArray, member: AnyArray) -> AnyArray:
+    """Count the members of each group below each of the values `[m, groups]`; equal ones count half."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    counts = np.zeros((len(values) + 1, member.shape[1]))
+    np.cumsum(member[order], axis=0, out=counts[1:])
+    first, last = (np.searchsorted(ordered, ordered, side) for side in ("left", "right"))
+    out = np.empty((len(values), member.shape[1]))
+    out[order] = (counts[first] + counts[last]) / 2
+    return out
+
+
+def _correlations(one: AnyArray, other: AnyArray, weights: AnyArray) -> AnyArray:
+    """Compute weighted correlations of columns; 0 if one of them is constant."""
+    total = weights.sum(axis=0)
+    first, second = (values - (weights * values).sum(axis=0) / total for values in (one, other))
+    squares = (weights * first * first).sum(axis=0) * (weights * second * second).sum(axis=0)
+    size = np.sqrt(squares)
+    product = (weights * first * second).sum(axis=0)
+    # Ranks of at most a million rows: a spread below this is rounding of a constant.
+    varies = size > 1e-9
+    return np.asarray(
+        np.clip(np.divide(product, size, out=np.zeros_like(size), where=varies), -1, 1)
     )
 
 
@@ -164,8 +325,8 @@ class Curve:
         at: Positions on the axis `[K]`.
         names: Names of the lines.
         values: `[lines, K]`.
-        low: Lower ends `[lines, K]`.
-        high: Upper ends `[lines, K]`.
+        low: Lower ends `[lines, K]`; NaN without an interval.
+        high: Upper ends `[lines, K]`; NaN without an interval.
     """
 
     along: str
@@ -183,7 +344,7 @@ class Curve:
             self.names, self.values, self.low, self.high, strict=True
         ):
             cells = [
-                f"{value:.3f} [{a:.3f}, {b:.3f}]"
+                f"{value:.3f}" + ("" if np.isnan(a) else f" [{a:.3f}, {b:.3f}]")
                 for value, a, b in zip(values, low, high, strict=True)
             ]
             lines.append(f"{name:<{wide}}" + "".join(f"{text:>22}" for text in cells))
@@ -194,22 +355,25 @@ class Curve:
 class Evaluation(TextDisplay):
     """A value about an attribution with its interval and provenance.
 
-    `draws` are the values of resamples, centered on the value. Two evaluations of the same `universe` were
-    resampled alike, so that `compare` can test their difference.
+    Two evaluations of the same `universe` have the same queries, and the same seeds or subsets, so that `compare`
+    can test their difference.
 
     Args:
         metric: Name of the metric.
         subject: What was evaluated: a method and its checkpoints, or a detector.
         value: The value.
-        interval: Its interval.
+        interval: Its interval; None with fewer than 3 seeds, or fewer than 3 queries of a mean over queries alone.
         sizes: Numbers of queries, subsets, seeds and rows.
         truth: What it was compared with, and which half of the subsets.
-        universe: Digest of everything that was resampled, and how.
-        draws: Values of the resamples `[B]`.
+        universe: Digest of queries, subsets, seeds and level.
         items: Value of each query or other item `[T]`; NaN if undefined.
         item_ids: Ids of the items `[T]`.
         level: Level of the interval.
+        draws: Values of bootstrap resamples `[B]`, centered on the value, for metrics without a table.
+        table: Values `[queries, seeds or subsets]` that the interval was computed from; one column for means over
+            queries alone.
         ceiling: Expected value of a perfect prediction, if chance sets a limit.
+        ceiling_interval: Interval of the ceiling.
         spread_by_subsets: Standard deviation that decreases with more subsets.
         spread_by_queries: Standard deviation between queries, which more subsets do not decrease.
         provenance: How the subject was computed.
@@ -220,15 +384,17 @@ class Evaluation(TextDisplay):
     metric: str
     subject: str
     value: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     sizes: SampleSizes
     truth: str
     universe: str
-    draws: AnyArray = field(repr=False)
     items: AnyArray = field(repr=False)
     item_ids: AnyArray = field(repr=False)
     level: float = 0.95
+    draws: AnyArray | None = field(default=None, repr=False)
+    table: AnyArray | None = field(default=None, repr=False)
     ceiling: float | None = None
+    ceiling_interval: tuple[float, float] | None = None
     spread_by_subsets: float | None = None
     spread_by_queries: float | None = None
     provenance: str = ""
@@ -242,57 +408,24 @@ class Evaluation(TextDisplay):
 
     @property
     def from_zero(self) -> bool:
-        """True if the interval excludes zero."""
-        low, high = self.interval
-        return low > 0 or high < 0
+        """True if there is an interval that excludes zero."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+    @property
+    def above_zero(self) -> bool:
+        """True if there is an interval, and all of it is above zero."""
+        return self.interval is not None and self.interval[0] > 0
 
     def __str__(self) -> str:
-        low, high = self.interval
-        text = f"{self.metric} {self.value:.3f} [{low:.3f}, {high:.3f}]"
-        if self.share is not None:
-            text += f", {self.share:.0%} of the ceiling {self.ceiling:.3f}"
-        elif self.ceiling is not None:
-            text += ", ceiling 0: models of other seeds do not agree"
+        text = f"{self.metric} {self.value:.3f} {format_interval(self.interval)}"
+        if self.ceiling is not None:
+            share = "" if self.share is None else f"{self.share:.0%} of the "
+            text += f", {share}ceiling {self.ceiling:.3f} {format_interval(self.ceiling_interval)}"
+            if self.ceiling == 0:
+                text += " (models of other seeds do not agree)"
+            elif self.value > self.ceiling:
+                text += " (above the ceiling, which is an estimate)"
         return f"{text}: {self.subject}; {self.sizes}, {self.truth}"
-
-    @classmethod
-    def from_draws(
-        cls,
-        metric: str,
-        subject: str,
-        value: float,
-        draws: AnyArray,
-        items: AnyArray,
-        item_ids: AnyArray,
-        *,
-        sizes: SampleSizes,
-        truth: str,
-        universe: str,
-        level: float,
-        **facts: Any,
-    ) -> Evaluation:
-        """Build an evaluation from the values of resamples, which are centered on the value.
-
-        Args:
-            metric: Name of the metric.
-            subject: What was evaluated.
-            value: The value.
-            draws: Values of the resamples `[B]`.
-            items: Value of each item `[T]`.
-            item_ids: Ids of the items `[T]`.
-            sizes: Numbers of queries, subsets, seeds and rows.
-            truth: What it was compared with.
-            universe: Digest of everything that was resampled.
-            level: Level of the interval.
-            facts: Further fields of `Evaluation`.
-
-        Returns:
-            The evaluation.
-        """
-        draws = draws + value - draws.mean()
-        interval = interval_of(draws, value, level)
-        required = (metric, subject, value, interval, sizes, truth, universe, draws)
-        return cls(*required, items, item_ids, level=level, **facts)
 
     @checked(EvaluationError)
     def save(self, name: str, *, store: Store) -> None:
@@ -307,11 +440,17 @@ class Evaluation(TextDisplay):
         """
         fingerprints: dict[str, Any] = {part: getattr(self, part) for part in (*_TEXTS, *_NUMBERS)}
         fingerprints |= {part: getattr(self.sizes, part) for part in _SIZES}
-        fingerprints |= {"low": self.interval[0], "high": self.interval[1]}
+        for prefix, interval in (("", self.interval), ("ceiling_", self.ceiling_interval)):
+            low, high = (None, None) if interval is None else interval
+            fingerprints |= {f"{prefix}low": low, f"{prefix}high": high}
         if self.captures:
             fingerprints["captures"] = json.dumps(dict(self.captures), sort_keys=True)
         values: dict[str, AnyArray] = {
-            "draws": np.asarray(self.draws, np.float64),
+            part: np.asarray(array, np.float64)
+            for part, array in (("draws", self.draws), ("table", self.table))
+            if array is not None
+        }
+        values |= {
             "items": np.asarray(self.items, np.float64),
             "item_ids": np.asarray(self.item_ids, np.int64),
         }
@@ -394,9 +533,11 @@ class Evaluation(TextDisplay):
         return cls(
             **texts,
             **numbers,
-            interval=(float(fingerprints["low"]), float(fingerprints["high"])),
+            interval=_saved_interval(fingerprints, ""),
+            ceiling_interval=_saved_interval(fingerprints, "ceiling_"),
             sizes=SampleSizes(**{part: int(fingerprints[part]) for part in _SIZES}),
-            draws=values["draws"],
+            draws=values.get("draws"),
+            table=values.get("table"),
             items=values["items"],
             item_ids=values["item_ids"],
             curve=curve,
@@ -422,7 +563,8 @@ class Evaluation(TextDisplay):
         else:
             axes.hist(self.items[np.isfinite(self.items)], bins=30, color="#2b6cb0")
             axes.axvline(self.value, color="#c05621", label=f"{self.value:.3f}")
-            axes.axvspan(*self.interval, color="#c05621", alpha=0.2)
+            if self.interval is not None:
+                axes.axvspan(*self.interval, color="#c05621", alpha=0.2)
             axes.set_xlabel(f"{self.metric} of each of {len(self.items)}")
             axes.legend()
         axes.set_title(str(self), fontsize=7, wrap=True)
@@ -431,14 +573,14 @@ class Evaluation(TextDisplay):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of two evaluations, resample by resample.
+    """Difference of two evaluations of the same queries and seeds or subsets.
 
     Attributes:
         metric: Name of the metric.
         first: Subject of the first evaluation.
         second: Subject of the second evaluation.
         value: First minus second.
-        interval: Its interval.
+        interval: Its interval; None if the evaluations have none.
         level: Level of the interval.
     """
 
@@ -446,29 +588,35 @@ class Difference:
     first: str
     second: str
     value: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     level: float
 
     @property
     def differs(self) -> bool:
-        """True if the interval excludes zero."""
-        return self.interval[0] > 0 or self.interval[1] < 0
+        """True if there is an interval that excludes zero."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+    @property
+    def above_zero(self) -> bool:
+        """True if there is an interval, and all of it is above zero."""
+        return self.interval is not None and self.interval[0] > 0
 
     def __str__(self) -> str:
-        low, high = self.interval
         verdict = "differ" if self.differs else "do not differ significantly"
+        if self.interval is None:
+            verdict = "cannot be told apart without an interval"
         return (
-            f"{self.metric} {self.value:+.3f} [{low:+.3f}, {high:+.3f}]: {self.first} against "
-            f"{self.second} {verdict}"
+            f"{self.metric} {self.value:+.3f} {format_interval(self.interval, '+.3f')}: {self.first} "
+            f"against {self.second} {verdict}"
         )
 
 
 @checked(EvaluationError)
 def compare(first: Evaluation, second: Evaluation) -> Difference:
-    """Compare two evaluations by the paired bootstrap: both use the same resamples.
+    """Compare two evaluations pair by pair: their queries, and their seeds or subsets, are the same.
 
     The difference has a narrower interval than each of them, because queries that are hard for one method are
-    mostly hard for the other. The resamples are stored, so this costs nothing.
+    mostly hard for the other. The values behind both are stored, so this costs nothing.
 
     Args:
         first: An evaluation.
@@ -495,14 +643,20 @@ def compare(first: Evaluation, second: Evaluation) -> Difference:
             fix="Use the same metric, truth, queries, level and resamples for both.",
         )
     value = first.value - second.value
-    return Difference(
-        first.metric,
-        first.subject,
-        second.subject,
-        value,
-        interval_of(first.draws - second.draws, value, first.level),
-        first.level,
-    )
+    if first.table is not None and second.table is not None:
+        interval = mean_interval(first.table - second.table, first.level)
+        if interval is not None:
+            interval = min(interval[0], value), max(interval[1], value)
+    elif first.draws is not None and second.draws is not None:
+        interval = interval_of(first.draws - second.draws, value, first.level)
+    else:
+        raise EvaluationError(
+            "one of the evaluations was saved by an older version, with other intervals",
+            code="evaluate.not_comparable",
+            found=f"{first.subject} and {second.subject}",
+            fix="Evaluate both again.",
+        )
+    return Difference(first.metric, first.subject, second.subject, value, interval, first.level)
 
 
 def evaluated(
@@ -514,32 +668,32 @@ def evaluated(
     truth: str,
     item_ids: AnyArray | None = None,
     level: float = 0.95,
-    resamples: int = 1000,
+    share: bool = False,
     sizes: SampleSizes | None = None,
     provenance: str = "",
     captures: Mapping[str, str] | None = None,
 ) -> Evaluation:
-    """Build the evaluation of the mean of one value per query `[T]`, with an interval over queries."""
-    check_bounds(level, resamples)
+    """Build the evaluation of the mean of one value per query `[T]`, or the share of true ones."""
+    check_level(level)
     defined = np.isfinite(items)
     if not defined.any():
         raise EvaluationError(
             f"{metric} is defined for none of {len(items)} queries", code="evaluate.undefined"
         )
     items = np.asarray(items, np.float64)
-    known = items[defined]
-    weights = draw_weights(len(known), resamples, universe, "queries")
-    return Evaluation.from_draws(
+    table = items[defined][:, None]
+    return Evaluation(
         metric,
         subject,
-        float(known.mean()),
-        weights @ known / len(known),
-        items,
-        np.arange(len(items)) if item_ids is None else item_ids,
-        sizes=SampleSizes(queries=len(known)) if sizes is None else sizes,
+        float(table.mean()),
+        mean_interval(table, level, share=share),
+        items=items,
+        item_ids=np.arange(len(items)) if item_ids is None else item_ids,
+        sizes=SampleSizes(queries=len(table)) if sizes is None else sizes,
         truth=truth,
         universe=universe,
         level=level,
+        table=table,
         provenance=provenance,
         captures=captures or {},
     )
@@ -550,6 +704,11 @@ def interval_of(draws: AnyArray, value: float, level: float) -> tuple[float, flo
     low, high = np.percentile(draws, (50 * (1 - level), 50 * (1 + level)))
     moved = value - float(draws.mean())
     return float(low) + moved, float(high) + moved
+
+
+def _saved_interval(fingerprints: Mapping[str, Any], prefix: str) -> tuple[float, float] | None:
+    low, high = (fingerprints.get(f"{prefix}{end}") for end in ("low", "high"))
+    return None if low is None or high is None else (float(low), float(high))
 
 
 _TEXTS = ("metric", "subject", "truth", "universe", "provenance")

@@ -128,7 +128,7 @@ def groups(
         columns: Properties of the training rows by name, such as a source or a text; labels are included.
         features: Features `[N, D]` to cluster by instead of gradients.
         recipe: Retrain without each group, and without as many random rows, to verify its effect.
-        seeds: Trainings per group.
+        seeds: Trainings per group, at least 2; 3 for an interval.
         options: Options of `gk.farm.run`.
 
     Returns:

@@ -16,7 +16,7 @@ from gradkeep.evaluate._evaluation import (
     Curve,
     Evaluation,
     SampleSizes,
-    check_bounds,
+    check_level,
     digest_of,
     draw_weights,
     interval_of,
@@ -197,7 +197,8 @@ def label_detection(
         >>> round(detection.value, 2), detection.sizes.rows, detection.curve.names
         (0.83, 50, ('precision', 'recall'))
     """
-    check_bounds(level, resamples)
+    check_level(level)
+    _arguments.count("resamples", resamples, error=EvaluationError, least=100, most=1_000_000)
     values, numbers, description = _suspicion(suspicion, ids)
     flipped = _flipped(wrong, numbers)
     num_wrong, total = int(flipped.sum()), len(flipped)
@@ -235,13 +236,15 @@ def label_detection(
             for line in range(2)
         ]
     )
-    return Evaluation.from_draws(
+    areas += value - areas.mean()
+    return Evaluation(
         "label auc",
         subject or description,
         value,
-        areas,
-        values,
-        numbers,
+        interval_of(areas, value, level),
+        items=values,
+        item_ids=numbers,
+        draws=areas,
         sizes=SampleSizes(rows=total),
         truth=f"{num_wrong} labels known to be wrong",
         universe=universe,

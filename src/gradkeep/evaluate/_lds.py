@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,12 @@ from gradkeep.evaluate._evaluation import (
     Difference,
     Evaluation,
     SampleSizes,
-    check_bounds,
+    check_level,
     compare,
     digest_of,
+    format_interval,
     rank_correlations,
+    spread_of,
 )
 from gradkeep.evaluate._recipe import labels_digest
 from gradkeep.evaluate._truth import GroundTruth, captured_examples, check_order, load_truth
@@ -48,21 +51,20 @@ def lds(
     *,
     part: TruthPart = "reporting",
     level: float = 0.95,
-    resamples: int = 1000,
 ) -> Evaluation:
     """Compute the linear datamodeling score, with an interval over queries and subsets.
 
         LDS = mean over queries of Spearman(sum of scores over a subset, output of its models)
 
-    The queries of the truth are matched by the ids of the scores (or all, in order). Cost: resamples x subsets
-    x queries.
+    The queries of the truth are matched by the ids of the scores (or all, in order). Few subsets give a value
+    that is too small; the interval is corrected for that (jackknife over subsets, Student's t). Cost: subsets² x
+    queries.
 
     Args:
         scores: Scores `[Q, N]`.
         truth: The ground truth.
         part: Subsets to use: `reporting`, `choosing` or `all`.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
 
     Returns:
         The LDS with its interval and ceiling.
@@ -81,14 +83,16 @@ def lds(
         >>> score.value > 0.95, score.sizes.subsets, score.interval[0] > 0.9
         (True, 20, True)
     """
-    check_bounds(level, resamples)
+    check_level(level)
     truth.require_not_tuned(scores.chosen_on, part)
     places = match_queries(scores, truth)
     half = truth.part(part)
     actual = half.outputs[:, places]
     predicted = half.masks.astype(np.float64) @ np.asarray(scores.values, np.float64).T
-    universe = digest_of("lds", truth.digest(part, places), level, resamples)
-    correlation = rank_correlations(predicted, actual, resamples=resamples, universe=universe)
+    universe = digest_of("lds", truth.digest(part, places), level)
+    correlation = rank_correlations(predicted, actual)
+    spread = spread_of(correlation.table)
+    ceiling = truth.estimate_ceiling(part, places, level=level)
     defined = int(np.isfinite(correlation.items).sum())
     return correlation.evaluation(
         "lds",
@@ -98,9 +102,10 @@ def lds(
         truth=half.name,
         universe=universe,
         level=level,
-        ceiling=truth.ceiling(part, places),
-        spread_by_subsets=correlation.by_subsets,
-        spread_by_queries=correlation.by_queries,
+        ceiling=None if ceiling is None else ceiling.value,
+        ceiling_interval=None if ceiling is None else ceiling.interval,
+        spread_by_subsets=None if spread is None else math.sqrt(spread.by_columns),
+        spread_by_queries=None if spread is None else math.sqrt(spread.by_rows),
         provenance=provenance_of(scores),
         captures=scores.captures,
     )
@@ -315,17 +320,17 @@ class Judgement:
         return self.methods[0]
 
     def against_best(self, name: str) -> Difference:
-        """Compare the best method with another, resample by resample."""
+        """Compare the best method with another, query by query and subset by subset."""
         (other,) = [one for one in self.methods if one.name == name]
         assert self.best.evaluation is not None
         assert other.evaluation is not None
         return compare(self.best.evaluation, other.evaluation)
 
     def __str__(self) -> str:
-        ceiling = self.truth.ceiling()
+        ceiling = self.truth.estimate_ceiling()
         half = self.truth.reporting
         head = f"LDS on {half.name}: {len(half.masks)} subsets x {self.truth.seeds} seeds"
-        lines = [head + ("" if ceiling is None else f", ceiling {ceiling:.3f}")]
+        lines = [head + ("" if ceiling is None else f", ceiling {ceiling}")]
         lines.append(
             f"{'method':28}{'LDS':>24}{'of ceiling':>12}{'CPU s':>9}{'bytes/row':>12}"
             "   lead of the best"
@@ -333,14 +338,13 @@ class Judgement:
         for one in self.methods:
             evaluation = one.evaluation
             assert evaluation is not None
-            low, high = evaluation.interval
             share = "-" if evaluation.share is None else f"{evaluation.share:.0%}"
             size = "-" if one.bytes_per_row is None else f"{one.bytes_per_row:.0f}"
-            cell = f"{evaluation.value:.3f} [{low:.3f}, {high:.3f}]"
+            cell = f"{evaluation.value:.3f} {format_interval(evaluation.interval)}"
             line = f"{one.name:28}{cell:>24}{share:>12}{one.cpu_seconds:>9.2f}{size:>12}"
             if one is not self.best:
                 difference = self.against_best(one.name)
-                line += f"   {difference.value:+.3f} [{difference.interval[0]:+.3f}, {difference.interval[1]:+.3f}]"
+                line += f"   {difference.value:+.3f} {format_interval(difference.interval, '+.3f')}"
             lines.append(line)
         lines += [f"{one.name:28} not evaluated: {one.refused}" for one in self.refused]
         return "\n".join(lines)
@@ -458,7 +462,7 @@ def _hybrid_of_best(judged: list[JudgedMethod], truth: GroundTruth, level: float
         assert one.scores is not None
         if one.scores.chosen_on:
             return -1.0  # it was tuned on that half
-        return lds(one.scores, truth, part="choosing", resamples=100).value
+        return lds(one.scores, truth, part="choosing").value
 
     best = max(judged, key=fits)
     assert best.scores is not None

@@ -13,13 +13,14 @@ from gradkeep._arguments import check_fields
 from gradkeep.attribution._tuning import FALLING, HALVES
 from gradkeep.datamodels import Output, Study, Training, losses, margins
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.evaluate._truth import sample_rows
+from gradkeep.evaluate._truth import captured_examples, check_order, fingerprint_rows
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+    from gradkeep.attribution._scores import Scores
     from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -72,6 +73,31 @@ class Recipe:
     def num_queries(self) -> int:
         """Number of outputs of a model, one for each query."""
         return int(np.prod(self.query_output().shape))
+
+    def check_captured(self, scores: Scores) -> None:
+        """Raise unless the captured training rows and queries are those of the recipe, in its order.
+
+        Args:
+            scores: Scores of the captures.
+
+        Raises:
+            EvaluationError: A row differs.
+        """
+        sides = (
+            (self.train, scores.train, scores.train_ids, "training rows"),
+            (self.queries, scores.queries, scores.query_ids, "queries"),
+        )
+        for data, split, ids, what in sides:
+            examples = captured_examples(scores, split, ids)
+            if examples is None:
+                continue
+            pair = _pair(data)
+            count = len(data if pair is None else pair[1])
+            if len(ids) < count and len(ids) and ids.min() >= 0 and ids.max() < count:
+                by_place = np.zeros(count, np.uint64)
+                by_place[ids] = examples
+                examples = by_place
+            check_order(fingerprint_rows(data), examples, what=what)
 
     def query_output(self) -> Output:
         """Return the output of a model for each query."""
@@ -171,9 +197,14 @@ class Recipe:
 
     def _row_fingerprints(self, store: Store, name: str) -> dict[str, str]:
         """Return fingerprints of rows and queries; none for a study that was created without them."""
-        if name in store.row_sets() and "rows" not in store.rows(name).schema.fingerprints:
-            return {}
-        fingerprints = {"rows": sample_rows(self.train), "asked": sample_rows(self.queries)}
+        if name in store.row_sets():
+            recorded = store.rows(name).schema.fingerprints
+            if " " in str(recorded.get("rows", " ")):  # none, or those of an earlier version
+                return {part: str(recorded[part]) for part in ("rows", "asked") if part in recorded}
+        fingerprints = {
+            "rows": fingerprint_rows(self.train),
+            "asked": fingerprint_rows(self.queries),
+        }
         return {part: text for part, text in fingerprints.items() if text is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,11 +16,11 @@ from gradkeep.evaluate._evaluation import (
     Curve,
     Evaluation,
     SampleSizes,
-    check_bounds,
+    check_level,
     digest_of,
-    draw_weights,
-    interval_of,
+    mean_interval,
     rank_correlations,
+    spread_of,
 )
 from gradkeep.evaluate._lds import places_among, places_of, provenance_of, subject_of
 from gradkeep.evaluate._truth import ceiling_of
@@ -69,7 +70,6 @@ def removal_curve(
     train: Literal["without", "with only"] = "without",
     seeds: int = 3,
     level: float = 0.95,
-    resamples: int = 1000,
     **options: Any,
 ) -> RemovalCurve:
     """Retrain without the rows that helped each query most, and measure how much worse it is answered.
@@ -85,9 +85,8 @@ def removal_curve(
         queries: Ids of the queries; ten by default.
         against: Scores of baselines, shown next to random rows.
         train: `without` the rows, or `with only` them, to measure how much of the answer they carry.
-        seeds: Trainings per set of rows.
+        seeds: Trainings per set of rows, at least 2; 3 for an interval.
         level: Level of the intervals.
-        resamples: Bootstrap resamples.
         options: Options of `gk.farm.run`.
 
     Returns:
@@ -96,8 +95,8 @@ def removal_curve(
     Raises:
         EvaluationError: Scores and recipe have different rows, or there is no store.
     """
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    check_bounds(level, resamples)
+    _check_seeds(seeds)
+    check_level(level)
     where = store_of(scores, store)
     lines = [scores, *against]
     query_positions = _query_positions(scores, queries)
@@ -120,12 +119,8 @@ def removal_curve(
     own = np.stack(
         [named_outputs[:, q, :, :, q] for q in range(len(query_positions))], axis=1
     )  # [L, Q, K, S]
-    random = (
-        outputs[split:-1]
-        .reshape(len(counts), _RANDOM_SETS, seeds, len(query_positions))
-        .mean(axis=1)
-    )
-    random = np.moveaxis(random, -1, 0)[None]  # [1, Q, K, S]
+    random_sets = outputs[split:-1].reshape(len(counts), _RANDOM_SETS, seeds, len(query_positions))
+    random = np.moveaxis(random_sets.mean(axis=1), -1, 0)[None]  # [1, Q, K, S]
     whole = outputs[-1].T[None, :, None, :]  # [1, Q, 1, S]
     every = np.concatenate([own, random])
     drops = whole - every if train == "without" else every
@@ -137,24 +132,31 @@ def removal_curve(
         scores.query_ids[query_positions],
         outputs[-1],
         level,
-        resamples,
     )
-    sampler = QueriesAndSeeds(len(query_positions), seeds, resamples, universe, level)
     sample_sizes = SampleSizes(queries=len(query_positions), seeds=seeds, rows=max(counts))
     metric = "removal" if train == "without" else "retention"
-    change = sampler.evaluation(
+    gains = (drops[0] - drops[-1]).mean(axis=1)
+    change = Evaluation(
         metric,
-        scores,
-        (drops[0] - drops[-1]).mean(axis=1),
+        subject_of(scores),
+        float(gains.mean()),
+        mean_interval(gains, level, controls=random_sets.mean(axis=(0, 3))),
         sizes=sample_sizes,
         truth=f"models trained {train} up to {max(counts)} rows",
-        curve=sampler.curve("rows", np.array(counts), names, drops),
+        universe=universe,
+        items=gains.mean(axis=1),
         item_ids=scores.query_ids[query_positions],
+        level=level,
+        table=gains,
+        provenance=provenance_of(scores),
+        curve=_curve(np.array(counts), names, drops, level, controls=random_sets.mean(axis=3)),
+        captures=scores.captures,
     )
-    return RemovalCurve(
-        change,
-        _flips(sampler, scores, every, whole, counts, names, query_positions, recipe, sample_sizes),
-    )
+    right = whole[0, :, 0].mean(axis=1) > 0  # positive margins; other outputs have no such sign
+    flipped = None
+    if recipe.output is None and right.sum() >= 2:
+        flipped = _flips(change, (every[:, right] <= 0).astype(np.float64), right)
+    return RemovalCurve(change, flipped)
 
 
 @checked(EvaluationError)
@@ -166,7 +168,6 @@ def leave_one_out(
     rows: Any = 40,
     seeds: int = 5,
     level: float = 0.95,
-    resamples: int = 1000,
     **options: Any,
 ) -> Evaluation:
     """Compute the rank correlation of the rows' scores with the effects of leaving each of them out.
@@ -181,7 +182,6 @@ def leave_one_out(
         rows: Ids, or a number: half of them with the largest scores, half at random.
         seeds: Trainings per row.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
         options: Options of `gk.farm.run`.
 
     Returns:
@@ -191,7 +191,7 @@ def leave_one_out(
         EvaluationError: Scores and recipe have different rows, or there are too few.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    check_bounds(level, resamples)
+    check_level(level)
     where = store_of(scores, store)
     total = _check_rows([scores], recipe)
     if isinstance(rows, int):
@@ -210,10 +210,12 @@ def leave_one_out(
     places = places_among(scores.query_ids, recipe.num_queries)
     outputs = retrained(recipe, where, chosen[:, None], seeds, options, whole=True)
     drops = (outputs[-1] - outputs[:-1])[:, :, places]
-    universe = digest_of("loo", chosen, drops, level, resamples)
+    universe = digest_of("loo", chosen, drops, level)
     predicted = np.asarray(scores.values, np.float64)[:, chosen].T
     actual = drops.mean(axis=1)
-    correlation = rank_correlations(predicted, actual, resamples=resamples, universe=universe)
+    correlation = rank_correlations(predicted, actual)
+    spread = spread_of(correlation.table)
+    ceiling = ceiling_of(drops, level)
     return correlation.evaluation(
         "leave-one-out",
         subject_of(scores),
@@ -222,110 +224,67 @@ def leave_one_out(
         truth="models trained without each row",
         universe=universe,
         level=level,
-        ceiling=ceiling_of(drops),
-        spread_by_queries=correlation.by_queries,
+        ceiling=None if ceiling is None else ceiling.value,
+        ceiling_interval=None if ceiling is None else ceiling.interval,
+        spread_by_queries=None if spread is None else math.sqrt(spread.by_rows),
         provenance=provenance_of(scores),
         captures=scores.captures,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class QueriesAndSeeds:
-    """Means over queries and seeds `[Q, S]`, with intervals over both."""
-
-    queries: int
-    seeds: int
-    resamples: int
-    universe: str
-    level: float
-    share: bool = False
-    """True if the values are shares, to clip intervals to 0 and 1."""
-
-    def draws(self, values: AnyArray) -> AnyArray:
-        """Return the means `[B]` in resamples of values `[Q, S]`."""
-        q = draw_weights(self.queries, self.resamples, self.universe, "queries") / self.queries
-        s = draw_weights(self.seeds, self.resamples, self.universe, "seeds") / self.seeds
-        return np.asarray(((q @ values) * s).sum(axis=1))
-
-    def evaluation(
-        self,
-        metric: str,
-        scores: Scores,
-        values: AnyArray,
-        *,
-        sizes: SampleSizes,
-        truth: str,
-        curve: Curve,
-        item_ids: AnyArray,
-    ) -> Evaluation:
-        """Build the evaluation of values `[Q, S]`."""
-        unclipped = Evaluation.from_draws(
-            metric,
-            subject_of(scores),
-            float(values.mean()),
-            self.draws(values),
-            values.mean(axis=1),
-            item_ids,
-            sizes=sizes,
-            truth=truth,
-            universe=self.universe,
-            level=self.level,
-            provenance=provenance_of(scores),
-            captures=scores.captures,
-            curve=curve,
-        )
-        return dataclasses.replace(
-            unclipped, interval=self._interval(unclipped.draws, unclipped.value)
+def _check_seeds(seeds: int) -> None:
+    """Refuse a single seed: its difference to random rows could be chance."""
+    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
+    if seeds < 2:
+        raise EvaluationError(
+            "a comparison with random rows needs several seeds",
+            code="evaluate.few_seeds",
+            found=f"seeds={seeds}",
+            expected="at least 2, or 3 for an interval",
+            fix="Pass seeds=3.",
         )
 
-    def curve(self, along: str, at: AnyArray, names: tuple[str, ...], values: AnyArray) -> Curve:
-        """Build lines of means of values `[lines, Q, K, S]`."""
-        means = values.mean(axis=(1, 3))
-        spans = np.array(
-            [
-                [self._interval(self.draws(line[:, k]), mean[k]) for k in range(len(at))]
-                for line, mean in zip(values, means, strict=True)
-            ]
-        )
-        return Curve(along, at, names, means, spans[..., 0], spans[..., 1])
 
-    def _interval(self, draws: AnyArray, value: float) -> tuple[float, float]:
-        low, high = interval_of(draws, value, self.level)
-        return (max(0.0, low), min(1.0, high)) if self.share else (low, high)
-
-
-def _flips(
-    sampler: QueriesAndSeeds,
-    scores: Scores,
-    every: AnyArray,
-    whole: AnyArray,
-    counts: list[int],
+def _curve(
+    at: AnyArray,
     names: tuple[str, ...],
-    query_positions: AnyArray,
-    recipe: Recipe,
-    sizes: SampleSizes,
-) -> Evaluation | None:
-    """Evaluate which positive margins become negative; None for other outputs."""
-    right = whole[0, :, 0].mean(axis=1) > 0
-    if recipe.output is not None or right.sum() < 2:
-        return None
-    flipped = (every[:, right] <= 0).astype(np.float64)
-    few = QueriesAndSeeds(
-        int(right.sum()),
-        sampler.seeds,
-        sampler.resamples,
-        f"{sampler.universe} flips",
-        sampler.level,
-        share=True,
-    )
-    return few.evaluation(
+    values: AnyArray,
+    level: float,
+    *,
+    controls: AnyArray | None = None,
+    share: bool = False,
+) -> Curve:
+    """Build lines of means of values `[lines, Q, K, S]`; the last line is of `controls` `[K, sets, S]`."""
+    ends = np.full((*values.shape[:3:2], 2), np.nan)
+    for line, k in np.ndindex(ends.shape[:2]):
+        sets = controls[k] if controls is not None and line == len(values) - 1 else None
+        interval = mean_interval(values[line, :, k], level, controls=sets, share=share)
+        if interval is not None:
+            ends[line, k] = interval
+    return Curve("rows", at, names, values.mean(axis=(1, 3)), ends[..., 0], ends[..., 1])
+
+
+def _flips(change: Evaluation, flipped: AnyArray, right: AnyArray) -> Evaluation:
+    """Evaluate how many of the `right` queries become wrong, from `flipped` `[lines, Q, K, S]`."""
+    assert change.curve is not None
+    table = flipped[0, :, -1]
+    queries, seeds = table.shape
+    rows = change.sizes.rows
+    return Evaluation(
         "brittleness",
-        scores,
-        flipped[0, :, -1],
-        sizes=SampleSizes(queries=int(right.sum()), seeds=sizes.seeds, rows=max(counts)),
-        truth=f"queries answered right, without {max(counts)} rows",
-        curve=few.curve("rows", np.array(counts), names, flipped),
-        item_ids=scores.query_ids[query_positions][right],
+        change.subject,
+        float(table.mean()),
+        mean_interval(table, change.level, share=True),
+        sizes=SampleSizes(queries=queries, seeds=seeds, rows=rows),
+        truth=f"queries answered right, without {rows} rows",
+        universe=f"{change.universe} flips",
+        items=table.mean(axis=1),
+        item_ids=change.item_ids[right],
+        level=change.level,
+        table=table,
+        provenance=change.provenance,
+        curve=_curve(change.curve.at, change.curve.names, flipped, change.level, share=True),
+        captures=change.captures,
     )
 
 
@@ -372,6 +331,7 @@ def _check_rows(lines: Sequence[Scores], recipe: Recipe) -> int:
                 code="evaluate.other_rows",
                 found=f"{recipe.num_rows} rows of the recipe, {len(one.train_ids)} of {one.method}",
             )
+        recipe.check_captured(one)
     return recipe.num_rows
 
 
@@ -404,7 +364,6 @@ def verify_rows(
     train: Literal["without", "with only"] = "without",
     seeds: int = 3,
     level: float = 0.95,
-    resamples: int = 1000,
     **options: Any,
 ) -> Evaluation:
     """Measure how training without some rows changes the queries' outputs, compared with random rows.
@@ -418,9 +377,8 @@ def verify_rows(
         scores: Scores that define the ids of rows and queries.
         queries: Ids of the `scores`, or positions; all by default.
         train: `without` the rows, or `with only` them.
-        seeds: Trainings per set of rows.
+        seeds: Trainings per set of rows, at least 2; 3 for an interval.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
         options: Options of `gk.farm.run`.
 
     Returns:
@@ -429,19 +387,21 @@ def verify_rows(
     Raises:
         EvaluationError: Rows or queries are unknown, or there is no store.
     """
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    check_bounds(level, resamples)
+    _check_seeds(seeds)
+    check_level(level)
     where = store_of(scores, store)
     row_positions = _places(
         rows, None if scores is None else scores.train_ids, recipe.num_rows, "rows"
     )
     count = recipe.num_queries
     own = None if scores is None else scores.query_ids
+    if scores is not None:
+        recipe.check_captured(scores)
     query_positions = np.arange(count) if own is None else places_among(own, count)
     if queries is not None:
         query_positions = query_positions[_places(queries, own, count, "queries")]
     outputs = _with_controls(row_positions, recipe, where, seeds, train, options)
-    return _gain(outputs, row_positions, query_positions, train, level, resamples)
+    return _gain(outputs, row_positions, query_positions, train, level)
 
 
 def _gain(
@@ -450,25 +410,23 @@ def _gain(
     query_positions: AnyArray,
     train: str,
     level: float,
-    resamples: int,
 ) -> Evaluation:
     """Evaluate the gain over random rows, from outputs `[1 + controls, seeds, T]` of all queries."""
     own = outputs[:, :, query_positions]
     gain = (own[0] - own[1:].mean(axis=0)).T
     queries, seeds = gain.shape
-    universe = digest_of("verified", train, query_positions, own[1:], level, resamples)
-    sampler = QueriesAndSeeds(queries, seeds, resamples, universe, level)
-    return Evaluation.from_draws(
+    return Evaluation(
         "gain over random rows",
         f"training {train} {len(row_positions)} rows",
         float(gain.mean()),
-        sampler.draws(gain),
-        gain.mean(axis=1),
-        query_positions,
+        mean_interval(gain, level, controls=own[1:].mean(axis=2)),
         sizes=SampleSizes(queries=queries, seeds=seeds, rows=len(row_positions)),
         truth=f"{_RANDOM_SETS} random sets of as many rows",
-        universe=universe,
+        universe=digest_of("verified", train, query_positions, own[1:], level),
+        items=gain.mean(axis=1),
+        item_ids=query_positions,
         level=level,
+        table=gain,
     )
 
 
@@ -478,7 +436,7 @@ class CheckedRemoval:
 
     Attributes:
         rows: Ids of the rows.
-        agreement: Rank correlation over queries of predicted and measured changes.
+        agreement: Rank correlation over queries of predicted and measured changes, with its ceiling.
         change: Change of the queries' outputs beyond that of random rows.
     """
 
@@ -489,7 +447,7 @@ class CheckedRemoval:
     @property
     def held(self) -> bool:
         """True if predicted and measured changes agree beyond chance."""
-        return self.agreement.interval[0] > 0
+        return self.agreement.above_zero
 
     def __str__(self) -> str:
         verdict = "held" if self.held else "did not hold"
@@ -505,7 +463,6 @@ def check_removal(
     store: Store | None = None,
     seeds: int = 5,
     level: float = 0.95,
-    resamples: int = 1000,
     **options: Any,
 ) -> CheckedRemoval:
     """Retrain without some rows, and test if the queries change as the scores predict.
@@ -518,9 +475,8 @@ def check_removal(
         rows: Ids of the rows.
         recipe: How models are trained.
         store: Where trainings are saved; by default the store of the scores.
-        seeds: Trainings per set of rows.
+        seeds: Trainings per set of rows, at least 2; 3 for an interval.
         level: Level of the interval.
-        resamples: Bootstrap resamples.
         options: Options of `gk.farm.run`.
 
     Returns:
@@ -529,8 +485,8 @@ def check_removal(
     Raises:
         EvaluationError: Rows are unknown, or there are too few queries.
     """
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    check_bounds(level, resamples)
+    _check_seeds(seeds)
+    check_level(level)
     where = store_of(scores, store)
     row_positions = _places(rows, scores.train_ids, recipe.num_rows, "rows")
     if len(scores.query_ids) < 5:
@@ -541,14 +497,15 @@ def check_removal(
             expected="at least 5",
         )
     query_positions = places_among(scores.query_ids, recipe.num_queries)
+    recipe.check_captured(scores)
     outputs = _with_controls(row_positions, recipe, where, seeds, "without", options)
-    change = _gain(outputs, row_positions, query_positions, "without", level, resamples)
+    change = _gain(outputs, row_positions, query_positions, "without", level)
     predicted = -np.asarray(scores.values, np.float64)[:, row_positions].sum(axis=1)
     own = outputs[:, :, query_positions]
-    universe = digest_of("check-removal", row_positions, own, level, resamples)
-    correlation = rank_correlations(
-        predicted[:, None], change.items[:, None], resamples=resamples, universe=universe
-    )
+    universe = digest_of("check-removal", row_positions, own, level)
+    correlation = rank_correlations(predicted[:, None], change.items[:, None])
+    assert change.table is not None
+    ceiling = ceiling_of(change.table[:, :, None], level)
     agreement = correlation.evaluation(
         "predicted and measured change",
         subject_of(scores),
@@ -557,7 +514,11 @@ def check_removal(
         truth=f"models trained without {len(row_positions)} rows",
         universe=universe,
         level=level,
+        ceiling=None if ceiling is None else ceiling.value,
+        ceiling_interval=None if ceiling is None else ceiling.interval,
     )
+    if change.interval is None:  # too few seeds
+        agreement = dataclasses.replace(agreement, interval=None)
     return CheckedRemoval(scores.train_ids[row_positions], agreement, change)
 
 

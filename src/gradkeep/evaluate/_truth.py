@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,11 +13,15 @@ from torch.utils.data import default_collate
 
 from gradkeep import _arguments
 from gradkeep._arguments import checked
-from gradkeep._ranks import column_correlations
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.capturing._batches import digests
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.evaluate._evaluation import digest_of
+from gradkeep.evaluate._evaluation import (
+    RankCorrelations,
+    digest_of,
+    format_interval,
+    jackknife_correlations,
+)
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -31,11 +36,15 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
-def sample_rows(data: Any) -> str | None:
-    """Fingerprint evenly spaced rows of a dataset: hexadecimal digests in order.
+_MOST_FINGERPRINTS = 150_000
+"""Rows with a fingerprint of their own: at 4 bytes each, they fit into a schema of 1 MiB."""
 
-    A row's digest equals the `example` of `gk.capture` for a loader with the same tensors. None if rows cannot
-    be read as tensors.
+
+def fingerprint_rows(data: Any) -> str | None:
+    """Fingerprint every row of a dataset in order: base64 of 8 bytes per row, or 4 of more than 20,000.
+
+    Of more than 150,000 rows, as many evenly spaced ones. A row's digest equals the `example` of `gk.capture`
+    for a loader with the same tensors. None if rows cannot be read as tensors.
     """
     try:
         pair = isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
@@ -54,32 +63,41 @@ def sample_rows(data: Any) -> str | None:
             row_digests = np.concatenate(parts) if parts else np.empty(0, np.uint64)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, GradkeepError):
         return None
-    return " ".join(f"{int(digest):016x}" for digest in row_digests)
+    return base64.b64encode(row_digests.astype(_fingerprint_type(count)).tobytes()).decode()
 
 
-def check_order(sampled: str | None, examples: AnyArray, *, what: str) -> None:
-    """Raise if a sampled row has another position in the capture than in the recipe.
+def check_order(fingerprints: str | None, examples: AnyArray, *, what: str) -> None:
+    """Raise if a row of the capture is another one than in the recipe.
 
-    Rows that the capture does not hold are ignored, because padding and added columns change a row's digest.
+    If none of the recipe's rows is in the capture, they cannot be compared: padding and added columns change
+    the digest of every row.
 
     Args:
-        sampled: Result of `sample_rows` for the recipe's data.
+        fingerprints: Result of `fingerprint_rows` for the recipe's data.
         examples: Digests `[N]` of the captured rows, zero for none.
         what: Name of the rows in the error.
     """
-    sampled_digests = np.array([int(digest, 16) for digest in (sampled or "").split()], np.uint64)
     places = _places(len(examples))
-    if len(sampled_digests) != len(places):
-        return  # no sample, or another number of rows
-    captured = examples[places]
-    moved = (captured != sampled_digests) & (captured != 0) & np.isin(sampled_digests, examples)
-    if moved.any():
-        row = int(places[moved][0])
+    captured, width = examples, _fingerprint_type(len(examples))
+    if fingerprints is not None and (" " in fingerprints or len(fingerprints) == 16):
+        # Written by an earlier version: hexadecimal digests of up to 512 evenly spaced rows.
+        recorded = np.array([int(digest, 16) for digest in fingerprints.split()], np.uint64)
+        places = _places(len(examples), 512)
+    else:
+        recorded = np.frombuffer(base64.b64decode(fingerprints or ""), width)
+        captured = examples.astype(width)
+    if len(recorded) != len(places):
+        return  # no fingerprints, or another number of rows
+    differs = (captured[places] != recorded) & (examples[places] != 0)
+    known = np.isin(recorded, captured)
+    if differs.any() and known.any():
+        first = int(np.flatnonzero(differs)[0])
+        elsewhere = np.flatnonzero(captured == recorded[first])
         raise EvaluationError(
-            f"the order of the {what} differs between the capture and the ground truth",
+            f"the {what} of the capture are not those of the recipe, in this order",
             code="evaluate.other_order",
-            found=f"row {row} of the ground truth is at place "
-            f"{int(np.flatnonzero(examples == sampled_digests[moved][0])[0])} of the capture",
+            found=f"row {int(places[first])} of the recipe is "
+            + (f"row {int(elsewhere[0])} of the capture" if len(elsewhere) else "not captured"),
             fix="Capture the rows in the order of the recipe, or train a ground truth for the "
             "captured order under another name.",
         )
@@ -99,9 +117,12 @@ def captured_examples(scores: Scores, split: str, ids: AnyArray) -> AnyArray | N
     return None
 
 
-def _places(count: int) -> AnyArray:
-    # 512 evenly spaced rows: 8 kB of text, and a shuffle moves most of them.
-    return np.unique(np.linspace(0, max(0, count - 1), min(count, 512)).astype(np.int64))
+def _places(count: int, most: int = _MOST_FINGERPRINTS) -> AnyArray:
+    return np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(np.int64))
+
+
+def _fingerprint_type(count: int) -> Any:
+    return np.dtype("<u8" if count <= 20_000 else "<u4")
 
 
 TruthPart = Literal["reporting", "choosing", "all"]
@@ -131,6 +152,22 @@ class MoreModels:
         return f"{self.models} models more ({self.subsets} subsets) would halve the interval{cost}"
 
 
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Expected value of a perfect prediction, estimated from the agreement of seeds.
+
+    Attributes:
+        value: The ceiling.
+        interval: Its interval.
+    """
+
+    value: float
+    interval: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} {format_interval(self.interval)}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroundTruth:
     """Subsets and the outputs of models trained on them, divided into a choosing and a reporting half.
@@ -144,8 +181,8 @@ class GroundTruth:
         outputs: Outputs `[m, seeds, T]`, larger for better answers.
         training: Description of the training.
         labels: Digest of the training labels.
-        rows: Fingerprints of evenly spaced training rows.
-        query_rows: Fingerprints of evenly spaced queries.
+        rows: Fingerprints of the training rows.
+        query_rows: Fingerprints of the queries.
         parameters: Number of parameters of the model.
         recipe: Where the recipe can be imported.
         seconds: Time of one training, if measured.
@@ -161,6 +198,7 @@ class GroundTruth:
     parameters: int | None = None
     recipe: str | None = None
     seconds: float | None = None
+    _ceilings: dict[Any, Ceiling | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         masks, outputs = np.asarray(self.masks), np.asarray(self.outputs)
@@ -217,8 +255,23 @@ class GroundTruth:
         The seeds are halved in many ways; r, the mean rank correlation of two halves, is extrapolated to all seeds
         (Spearman-Brown), and its root is the ceiling. None with one seed.
         """
-        outputs = self.outputs[self._rows(part)]
-        return ceiling_of(outputs if queries is None else outputs[:, :, queries])
+        estimate = self.estimate_ceiling(part, queries)
+        return None if estimate is None else estimate.value
+
+    def estimate_ceiling(
+        self,
+        part: TruthPart = "reporting",
+        queries: AnyArray | None = None,
+        *,
+        level: float = 0.95,
+    ) -> Ceiling | None:
+        """Return the ceiling with its interval; None with one seed."""
+        key = (part, None if queries is None else queries.tobytes(), level)
+        if key not in self._ceilings:
+            outputs = self.outputs[self._rows(part)]
+            chosen = outputs if queries is None else outputs[:, :, queries]
+            self._ceilings[key] = ceiling_of(chosen, level)
+        return self._ceilings[key]
 
     def to_halve(self, evaluation: Evaluation) -> MoreModels:
         """Estimate how many more models would halve the interval of an evaluation, and their cost.
@@ -453,21 +506,30 @@ def load_truth(
     )
 
 
-def ceiling_of(outputs: AnyArray) -> float | None:
+def ceiling_of(outputs: AnyArray, level: float) -> Ceiling | None:
     """Return the root of the expected agreement of the mean over seeds of outputs `[m, seeds, T]` with another."""
     seeds = outputs.shape[1]
     half = seeds // 2
-    if half == 0 or len(outputs) < 3:
+    outputs = outputs[:, :, np.ptp(outputs.mean(axis=1), axis=0) > 0]
+    if half == 0 or len(outputs) < 3 or not outputs.shape[2]:
         return None
-    rng, correlations = np.random.default_rng(0), []
-    # Average over 20 random halvings of the seeds.
-    for _ in range(20 if seeds > 2 else 1):
+    rng = np.random.default_rng(0)
+    halvings = []
+    # More random halvings of the seeds change the ceiling by less than its interval.
+    for _ in range(5 if seeds > 2 else 1):
         order = rng.permutation(seeds)
         one, other = (outputs[:, order[at : at + half]].mean(axis=1) for at in (0, half))
-        each = column_correlations(one, other)
-        correlations.append(each[np.isfinite(each)].mean() if np.isfinite(each).any() else 0.0)
-    r = float(np.mean(correlations))
-    if not math.isfinite(r) or r <= 0:
-        return 0.0
-    one_seed = r / (half - (half - 1) * r)
-    return math.sqrt(seeds * one_seed / (1 + (seeds - 1) * one_seed))
+        halvings.append(jackknife_correlations(one, other))
+    items = np.mean([whole for whole, _ in halvings], axis=0)
+    table = np.mean([values for _, values in halvings], axis=0)
+    agreement = RankCorrelations(items, float(items.mean()), table)
+
+    def extrapolated(r: float) -> float:
+        if r <= 0:
+            return 0.0
+        one_seed = r / (half - (half - 1) * r)
+        return math.sqrt(seeds * one_seed / (1 + (seeds - 1) * one_seed))
+
+    interval = agreement.interval(level)
+    ends = None if interval is None else (extrapolated(interval[0]), extrapolated(interval[1]))
+    return Ceiling(extrapolated(agreement.value), ends)

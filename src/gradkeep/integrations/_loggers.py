@@ -189,7 +189,7 @@ def collect_log(store: Store, *, suspected: int, budget: MemoryBudget | None) ->
             rows = list(zip(ids.tolist(), values.tolist(), strict=True))
             log.tables["suspects"] = ("row", "suspicion"), rows
     evaluation_rows = [
-        (name, one.metric, one.subject, one.value, *one.interval)
+        (name, one.metric, one.subject, one.value, *(one.interval or (None, None)))
         for name, one in evaluations(store).items()
     ]
     if evaluation_rows:

@@ -206,11 +206,11 @@ def evaluation_view(name: str, evaluation: Evaluation) -> dict[str, Any]:
     return {
         "name": name,
         **pick_fields(evaluation, "metric", "subject", "value", "level", "ceiling", "truth"),
-        "low": evaluation.interval[0],
-        "high": evaluation.interval[1],
+        "low": None if evaluation.interval is None else evaluation.interval[0],
+        "high": None if evaluation.interval is None else evaluation.interval[1],
         "sizes": str(evaluation.sizes),
         "provenance": evaluation.provenance,
         "items": counts.tolist(),
         "item_range": (low, high),
-        "curve": curve and pick_fields(curve, "along", "at", "names", "values", "low", "high"),
+        "curve": curve and pick_fields(curve, "along", "at", "names", "values"),
     }

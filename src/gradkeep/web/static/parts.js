@@ -120,7 +120,7 @@ export function Whisker({ low, high, value, ceiling, from, to }) {
   const place = (x) => (100 * (x - from)) / Math.max(1e-12, to - from);
   return html`<svg class="whisker" viewBox="0 0 100 12" preserveAspectRatio="none" aria-hidden="true">
     ${from < 0 && to > 0 && html`<line x1=${place(0)} x2=${place(0)} y1="0" y2="12" class="zero" />`}
-    <line x1=${place(low)} x2=${place(high)} y1="6" y2="6" class="interval" />
+    ${low !== null && html`<line x1=${place(low)} x2=${place(high)} y1="6" y2="6" class="interval" />`}
     <rect x=${place(value) - 0.7} y="2" width="1.4" height="8" class="value" />
     ${ceiling !== null && ceiling !== undefined && html`<line x1=${place(ceiling)} x2=${place(ceiling)} y1="1" y2="11" class="ceiling" />`}
   </svg>`;
