@@ -7,6 +7,7 @@ import pytest
 import torch
 from raises import raises
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import gradkeep as gk
 from gradkeep.capturing._batches import batch_size
@@ -257,6 +258,28 @@ def test_factors_of_few_bits_are_kept_where_they_fit(store, size, encoding):
         expected = gk.attribute(store, queries="train", method=method, name="whole").numpy()
         assert np.linalg.norm(scores - expected) < 0.02 * np.linalg.norm(expected)
     assert capture(store, "positions", size).reused_rows == report.rows
+
+
+def test_a_convolution_with_many_positions_is_projected_once_per_row():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 1024, 2))
+    batch = torch.randn(4, 16, 32, 32), torch.randint(2, (4,))
+    settings = CaptureSettings(layers="0")
+    (piece,) = prepare_capture(model, gk.Classification(), batch, settings).pieces.values()
+    form, rows = piece.form, piece.rows
+    (block,) = form.weight_blocks()
+    left, right = torch.randn(1, 16, 16), torch.randn(1, 145, 145)
+    with FlopCounterMode(display=False) as counter:
+        values = form.between(rows, block, left, right)
+    expected = left.mT @ block.matrices(form.restore(rows)) @ right
+    torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-3)
+    products = sum(
+        flops
+        for operator, flops in counter.get_flop_counts()["Global"].items()
+        if "convolution" not in str(operator) or "backward" not in str(operator)
+    )
+    position_products = 2 * 4 * 1024 * 16 * 144
+    assert products < 2 * position_products
 
 
 def test_coordinates_stay_coordinates_where_a_basis_is_stored(store, monkeypatch):
