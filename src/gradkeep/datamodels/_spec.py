@@ -272,7 +272,7 @@ def margins(examples: Any, *, dtype: str = "float32") -> Output:
 
 @checked(DatamodelsError)
 def losses(examples: Any, *, dtype: str = "float32") -> Output:
-    """Record the cross entropies, `[t]`.
+    """Record the losses, `[t]`: cross entropies, or squared errors of floating-point targets.
 
     Args:
         examples: Inputs and labels of t examples.
@@ -346,9 +346,17 @@ def margins_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def losses_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropies `[..., t]` from logits `[..., t, C]`."""
+    """Cross entropies `[..., t]` from logits `[..., t, C]`; squared errors of targets that are not whole."""
+    if is_regression(labels):
+        values = logits.squeeze(-1) if logits.shape[-1] == 1 else logits
+        return (values - labels) ** 2
     places = labels.expand(logits.shape[:-1]).unsqueeze(-1)
     return -logits.log_softmax(-1).gather(-1, places).squeeze(-1)
+
+
+def is_regression(labels: torch.Tensor) -> bool:
+    """Return True for targets of a regression: one floating-point number per example."""
+    return labels.ndim == 1 and labels.is_floating_point()
 
 
 def confidences_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from gradkeep.datamodels._training import (
     StudyJob,
     Training,
     floats,
+    is_pair,
     load_dataset,
     restore_weights,
     stacks_well,
@@ -536,11 +537,6 @@ def count_of(data: Any) -> int:
             error=DatamodelsError,
             expected="a dataset with a length, or inputs [N, ...] and labels [N]",
         ) from None
-
-
-def is_pair(data: Any) -> bool:
-    """Return True for a pair of inputs and labels rather than a data set of examples."""
-    return isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
 
 
 def fingerprint_of(data: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import check_fields, checked
 from gradkeep.datamodels._masks import Masks, Subsets, draw_masks, training_seed
-from gradkeep.datamodels._spec import tensors
+from gradkeep.datamodels._spec import is_regression, losses_of, tensors
 from gradkeep.errors import DatamodelsError, RematError
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ MANY = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """Mini-batch training of a classifier with cross entropy.
+    """Mini-batch training of a classifier with cross entropy, or of a regression with squared errors.
+
+    Floating-point labels `[N]` are targets of a regression; the model returns `[B, 1]`.
 
     A study trains many of them stacked if that is faster: same batches, same initialization, logits equal within `TOLERANCE`. The optimizer must
     treat every weight separately, as SGD, Adam and AdamW do.
@@ -91,7 +93,10 @@ class Training:
             for places in self.batches(len(labels), seed):
                 optimizer.zero_grad(set_to_none=True)
                 logits = model(inputs[places])
-                loss = torch.nn.functional.cross_entropy(logits, labels[places])
+                if is_regression(labels):
+                    loss = losses_of(logits, labels[places]).mean()
+                else:
+                    loss = torch.nn.functional.cross_entropy(logits, labels[places])
                 torch.autograd.backward(loss)
                 optimizer.step()
         return model
@@ -219,9 +224,11 @@ def train_many(
         batch = inputs.index_select(0, flat).reshape(*rows.shape, *inputs.shape[1:])
         logits = each(stacked, buffers, batch)
         # The sum over models of each one's mean: no model's gradient sees another's loss.
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.index_select(0, flat), reduction="sum"
-        )
+        answers, targets = logits.flatten(0, 1), labels.index_select(0, flat)
+        if is_regression(labels):
+            loss = losses_of(answers, targets).sum()
+        else:
+            loss = torch.nn.functional.cross_entropy(answers, targets, reduction="sum")
         torch.autograd.backward(loss / rows.shape[1])
         optimizer.step()
     weights = {name: value.detach() for name, value in stacked.items()}
@@ -357,7 +364,10 @@ class StudyJob:
                 inputs, labels = tensors(self.data())
                 model: Any = self.train_fn.train_one(inputs[places], labels[places], seed)
             else:
-                model = self.train_fn(torch.utils.data.Subset(self.data(), places.tolist()), seed)
+                data = self.data()
+                if is_pair(data):
+                    data = torch.utils.data.TensorDataset(*tensors(data))
+                model = self.train_fn(torch.utils.data.Subset(data, places.tolist()), seed)
         row: dict[str, Any] = {MASKS: mask}
         row.update({name: output(model) for name, output in self.outputs.items()})
         if self.keep_models:
@@ -396,6 +406,11 @@ class StudyJob:
 def load_dataset(dataset: Any) -> Any:
     """Return the data set, calling it if it is a loading function."""
     return dataset() if callable(dataset) and not hasattr(dataset, "__len__") else dataset
+
+
+def is_pair(data: Any) -> bool:
+    """Return True for a pair of inputs and labels, as opposed to a data set of two examples."""
+    return isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
 
 
 def flat_weights(state: Mapping[str, Any]) -> AnyArray:

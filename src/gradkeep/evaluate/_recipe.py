@@ -37,7 +37,7 @@ class Recipe:
         queries: Dataset, or (inputs, labels), in the order of the capture.
         training: Function of (subset, seed) that returns a trained model; a `gk.datamodels.Training` can train
             many models at a time.
-        output: Output of a model for each query; the margin by default.
+        output: Output of a model for each query; by default the margin, or the loss of floating-point targets.
         falling: True if a smaller output is a better answer, as for a loss; detected by default.
         source: Where a command can import the recipe: `module:name` or `file.py:name`.
 
@@ -101,14 +101,26 @@ class Recipe:
 
     def query_output(self) -> Output:
         """Return the output of a model for each query."""
-        return margins(self.queries) if self.output is None else self.output
+        if self.output is not None:
+            return self.output
+        return losses(self.queries) if self._is_regression() else margins(self.queries)
 
     def is_falling(self) -> bool:
         """Return True if a smaller output is a better answer."""
         if self.falling is not None:
             return self.falling
-        known = None if self.output is None else self.output.of_logits
+        if self.output is None:
+            return self._is_regression()
+        known = self.output.of_logits
         return known is not None and known is losses(self.queries).of_logits
+
+    def _is_regression(self) -> bool:
+        """Return True if the queries have floating-point targets."""
+        pair = _pair(self.queries)
+        if pair is None:
+            return False
+        targets = np.asarray(pair[1])
+        return targets.ndim == 1 and targets.dtype.kind == "f"
 
     def labels(self) -> AnyArray | None:
         """Return the labels `[N]` of the training rows, or None if the dataset has no array of them."""
