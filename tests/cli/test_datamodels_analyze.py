@@ -147,7 +147,7 @@ def test_removals_are_verified_by_training_the_study_again(analyze, place):
         (["groups", "--groups", "none.npy"], "there is no such file"),
         (["groups", "--groups", "both.npz"], "labels, images"),
         (["groups", "--groups", "both.npz:names"], "labels, images"),
-        (["groups", "--groups", "both.npz:images"], "must name one group each"),
+        (["groups", "--groups", "both.npz:images"], "groups must have the shape"),
         (["groups", "--groups", "broken.npz"], "cannot be read"),
         (["compare"], "--with"),
         (["compare", "--with", "third"], "third"),
