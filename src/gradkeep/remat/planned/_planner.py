@@ -469,8 +469,17 @@ class StepPlanner:
 
 
 def find_floor(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
-    """Find the plan with the smallest peak."""
-    return search_plan(problem, 1, seed=seed, effort=effort)
+    """Find the plan with the smallest peak.
+
+    The search counts operators instead of seconds, so that two recordings of a step have the same floor.
+    """
+    counted = replace(
+        problem,
+        costs=(1.0,) * len(problem.costs),
+        candidates=tuple(replace(one, cost=len(one.recipe)) for one in problem.candidates),
+    )
+    smallest = search_plan(counted, 1, seed=seed, effort=effort)
+    return replace(smallest, evaluation=PlanEvaluator(problem)(smallest.states))
 
 
 def _evaluate_saved(
