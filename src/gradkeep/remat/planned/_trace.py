@@ -235,10 +235,10 @@ def join_saved_versions(
         last[values[slot.value].storage] = max(slot.value, last.get(values[slot.value].storage, 0))
     writes: dict[int, list[tuple[int, Geometry]]] = {}
     for operation in operations:
-        for made in operation.makes:
-            if made.position < 0:
-                written = (made.value, made.geometry)
-                writes.setdefault(values[made.value].storage, []).append(written)
+        for result in operation.makes:
+            if result.position < 0:
+                written = (result.value, result.geometry)
+                writes.setdefault(values[result.value].storage, []).append(written)
 
     def join(slot: SavedSlot) -> SavedSlot:
         storage = values[slot.value].storage
