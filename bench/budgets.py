@@ -1,20 +1,22 @@
 """Training inside a budget in real memory: resident memory, tensor bytes and CPU time.
 
-`./x bench budgets [MODEL ...] [--budgets 0.7 0.5] [--quick]`: plain training, training inside a budget,
+`./x bench budgets [MODEL ...] [--budgets 0.7 0.5] [--quick] [--jemalloc]`: plain training, training inside a budget,
 and every placement of `torch.utils.checkpoint`, each in a process of its own on one thread. After the
 warm-up (which includes recording and planning) freed memory is returned to the system, the kernel's
 high-water mark is reset, and the rise of resident memory over five steps is read from it. Times are medians
 of the CPU times of these steps. "checkpoint" is the fastest placement whose resident memory is at
-most ours. Prints the missed bars at the end; the exit code is 0 only if there are none.
+most ours. With `--jemalloc` every process, plain training included, uses that allocator instead of the C
+library's. Prints the missed bars at the end; the exit code is 0 only if there are none.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import ctypes.util
 import gc
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from bench._planned_models import Subject, build_language_model, build_subject, build_zoo_subject
+from gradkeep.remat.planned._resident import return_freed_memory
 
 MODELS = ("resnet20", "transformer", "unet", "densenet", "lstm")
 BARS = {0.7: 1.15, 0.5: 1.30}
@@ -75,7 +78,7 @@ def read_status(field: str) -> int:
 def reset_high_water_mark() -> int:
     """Return freed memory to the system, reset the high-water mark, and return the resident bytes."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return read_status("VmRSS")
@@ -190,12 +193,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5, 0.4])
     parser.add_argument("--quick", action="store_true", help="leave out checkpoints")
+    parser.add_argument("--jemalloc", action="store_true", help="preload jemalloc everywhere")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.run is not None:
         print(json.dumps(asdict(run(*options.run))))
         return 0
+    if options.jemalloc:
+        library = ctypes.util.find_library("jemalloc")
+        if library is None:
+            parser.error("jemalloc is not installed; on Debian: apt install libjemalloc2")
+        os.environ["LD_PRELOAD"] = library
     missed = []
     for name in options.models:
         missed += compare(name, options.budgets, quick=options.quick)

@@ -1,6 +1,8 @@
 """Budgets in resident memory: the limit alone, and whole trainings read from the kernel's counters."""
 
+import ctypes.util
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -15,13 +17,18 @@ from gradkeep.remat.planned import _resident
 from gradkeep.remat.planned._resident import ResidentLimit, can_limit_resident_memory
 
 needs_glibc = pytest.mark.skipif(
-    not can_limit_resident_memory(), reason="only glibc can return freed memory"
+    not can_limit_resident_memory(), reason="only glibc and jemalloc can return freed memory"
+)
+JEMALLOC = ctypes.util.find_library("jemalloc")
+needs_jemalloc = pytest.mark.skipif(
+    JEMALLOC is None or sys.platform != "linux", reason="jemalloc is not installed"
 )
 
 TRAINING = """
-import ctypes, gc, json, sys
+import gc, json, sys
 import torch
 import gradkeep as gk
+from gradkeep.remat.planned._resident import return_freed_memory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -54,7 +61,7 @@ def run():
 for _ in range(6):
     run()
 gc.collect()
-ctypes.CDLL(None).malloc_trim(0)
+return_freed_memory()
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 start = status("VmRSS")
@@ -73,17 +80,25 @@ print(json.dumps({
 """
 
 
-def train(budget):
-    """Train in a process of its own; return what it measured."""
-    command = [sys.executable, "-c", TRAINING, json.dumps(budget)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def run_python(script, *arguments, preload=None):
+    """Run a script in a process of its own; return the JSON in its last line."""
+    environment = os.environ | ({} if preload is None else {"LD_PRELOAD": preload})
+    command = [sys.executable, "-c", script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@needs_glibc
 @pytest.mark.slow
-def test_budgets_hold_in_resident_memory():
+@pytest.mark.parametrize(
+    "preload",
+    [pytest.param(None, marks=needs_glibc), pytest.param(JEMALLOC, marks=needs_jemalloc)],
+    ids=["glibc", "jemalloc"],
+)
+def test_budgets_hold_in_resident_memory(preload):
+    def train(budget):
+        return run_python(TRAINING, json.dumps(budget), preload=preload)
+
     plain = train(None)
     assert plain["rise"] > 200e6, "large enough to tell"
     for budget in (0.6, "230MB"):
@@ -94,6 +109,34 @@ def test_budgets_hold_in_resident_memory():
         assert within["seen"] <= 1.10 * within["limit"]
         allowed = 0.6 * plain["rise"] if budget == 0.6 else 230e6
         assert within["rise"] <= 1.10 * allowed
+
+
+DECAY = """
+import ctypes, json
+from gradkeep.remat.planned._resident import hold_freed_memory, release_hold
+
+library = ctypes.CDLL(None)
+
+def decay():
+    value, size = ctypes.c_ssize_t(), ctypes.c_size_t(8)
+    name = b"arena.0.dirty_decay_ms"
+    code = library.mallctl(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    assert code == 0
+    return value.value
+
+before = decay()
+hold_freed_memory()
+held = decay()
+release_hold()
+print(json.dumps([before, held, decay()]))
+"""
+
+
+@needs_jemalloc
+def test_settings_of_jemalloc_are_restored():
+    before, held, after = run_python(DECAY, preload=JEMALLOC)
+    assert held == -1, "nothing is returned without being asked"
+    assert after == before != -1
 
 
 @needs_glibc

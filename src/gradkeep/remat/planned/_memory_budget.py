@@ -117,7 +117,7 @@ class BudgetReport:
         measured_peak: Largest measured number of live tensor bytes of that plan, optimizer states
             included.
         resident_budget: Allowed rise of resident memory over the beginning of a step, in bytes; None where it is
-            not limited: on devices, systems without glibc, and for steps below 64 MiB.
+            not limited: on devices, with other allocators, and for steps below 64 MiB.
         resident_peak: Largest measured rise of resident memory of that plan's steps.
         recompute_share: Time of recomputation divided by the time of the rest of the step.
         rss: Largest resident memory of the process in bytes, recordings included; allocators return
@@ -491,8 +491,8 @@ def memory_budget(
 ) -> MemoryBudget:
     """Train within a number of bytes, with bitwise the same results and without changing the model.
 
-    The budget holds for the live bytes of tensors and, on Linux with glibc, for the resident memory of steps of
-    64 MiB or more. The first steps run as always and are recorded; from then on activations are dropped and
+    The budget holds for the live bytes of tensors and, on Linux with glibc or jemalloc, for the resident memory of
+    steps of 64 MiB or more. The first steps run as always and are recorded; from then on activations are dropped and
     recomputed by a plan. Use it as a context manager around one or many
     training steps, as `with budget.step(inputs=batch):`, or as a decorator of a step function. Cost: seconds
     of planning, then what `explain` predicts.
