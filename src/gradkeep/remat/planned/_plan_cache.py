@@ -109,7 +109,10 @@ class StepRecordings:
     parameters: tuple[weakref.ref[Any], ...] = ()
     """All parameters of the modules that ran."""
     resident_rise: int = 0
-    """Largest rise of resident memory in a step without copies, in bytes."""
+    """Smallest rise of resident memory in a step without copies, in bytes, or 0 if it is unknown.
+
+    The smallest, because recording takes memory itself and allocators keep some of it for later steps.
+    """
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepRecordings:
@@ -130,7 +133,8 @@ class StepRecordings:
         """Add a recording."""
         (self.cloned if recording.cloning else self.plain).append(trace)
         if recording.resident is not None and not recording.cloning:
-            self.resident_rise = max(self.resident_rise, recording.resident.peak)
+            rise = recording.resident.peak
+            self.resident_rise = min(self.resident_rise or rise, rise)
 
     def difference(self) -> str | None:
         """Describe the first difference between the two latest recordings."""
