@@ -182,7 +182,7 @@ def test_freed_memory_is_returned_only_before_the_limit_would_be_exceeded(proces
     assert process.trims == 0
     process.live, process.freed = 1100, 350  # 450 of 500, and 100 more are coming
     limit.check()
-    assert (process.trims, process.freed, limit.latest) == (1, 0, 300)
+    assert (process.trims, process.freed, limit.latest) == (1, 0, 450)
 
 
 def test_growth_that_was_seen_once_is_expected_in_later_steps(process):
@@ -221,9 +221,11 @@ def test_resident_memory_stays_within_the_limit_where_live_memory_does(sizes, ri
         patch.setattr(_resident, "return_freed_memory", process.trim)
         limit = ResidentLimit(rise=rise, growth=[size for size, _ in sizes])
         limit.begin(start=1000)
-        highest_live = 0
+        highest_live = highest = 0
         for size, freed in sizes:
+            highest = max(highest, process.read() - 1000)
             limit.check()
+            assert limit.peak == highest  # freed bytes count for as long as they are resident
             process.live += size
             highest_live = max(highest_live, process.live - 1000)
             assert process.read() - 1000 <= max(rise, highest_live) + rise / 16 + size

@@ -181,6 +181,8 @@ class ResidentLimit:
     def check(self) -> None:
         """Return freed memory if resident memory may exceed the limit before the next check."""
         now, event, growth = read_resident_bytes(), self._event, self.growth
+        self.latest = max(self.latest, now - self._limit + self.rise)
+        self.peak = max(self.peak, self.latest)
         if event and now - self._last > growth[event - 1]:
             growth[event - 1] = now - self._last
         if event == len(growth):
@@ -192,5 +194,3 @@ class ResidentLimit:
                 self._least_gain *= 2  # the rest is alive: try less often
             self._next_trim = now + self._least_gain
         self._event, self._last = event + 1, now
-        self.latest = max(self.latest, now - self._limit + self.rise)
-        self.peak = max(self.peak, self.latest)
