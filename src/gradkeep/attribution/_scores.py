@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import PositiveInt, checked
 from gradkeep._display import ResultTable, TableDisplay
 from gradkeep._environment import install_hint
 from gradkeep._ranks import ranks
@@ -396,7 +396,7 @@ class Scores:
         return pyarrow.Table.from_batches(parts)
 
     @checked(AttributionError)
-    def plot(self, *, query: int, k: int = 10) -> Any:
+    def plot(self, *, query: int, k: PositiveInt = 10) -> Any:
         """Plot the rows that helped and harmed a query most.
 
         Args:
@@ -406,7 +406,6 @@ class Scores:
         Returns:
             A `matplotlib` figure.
         """
-        _arguments.count("k", k, error=AttributionError, least=1)
         try:
             from matplotlib.figure import Figure
         except ImportError as error:

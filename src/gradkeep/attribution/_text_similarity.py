@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, checked
 from gradkeep._environment import install_hint
 from gradkeep.attribution._scores import Scores
 from gradkeep.errors import AttributionError, MissingExtraError
@@ -22,7 +22,7 @@ def text_similarity(
     queries: Texts,
     train: Texts,
     *,
-    words: int = 2,
+    words: Annotated[int, Limits(least=1, most=8)] = 2,
     how: Literal["tfidf", "bm25"] = "tfidf",
     query_ids: Any = None,
     train_ids: Any = None,
@@ -52,7 +52,6 @@ def text_similarity(
         >>> scores.top(1, query=0).ids.tolist()
         [1]
     """
-    _arguments.count("words", words, error=AttributionError, least=1, most=8)
     sides = [_split(name, texts) for name, texts in (("queries", queries), ("train", train))]
     if not any(sides[1]):
         raise AttributionError(

@@ -24,7 +24,7 @@ from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtraError
 from gradkeep.evaluate import Recipe, ground_truth, judge_methods
-from gradkeep.evaluate._evaluation import format_interval
+from gradkeep.evaluate._intervals import format_interval
 from gradkeep.store import LocalDisk, verify
 
 if TYPE_CHECKING:

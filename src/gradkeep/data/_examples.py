@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._arguments import check_fields, checked
+from gradkeep._arguments import Limits, NonNegativeInt, check_fields, checked
 from gradkeep._environment import install_hint
 from gradkeep.errors import DataError, MissingExtraError
 
@@ -251,7 +251,9 @@ class Digits:
 
 
 @checked(DataError)
-def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
+def load_digits(
+    *, wrong_labels: Annotated[float, Limits(least=0, most=1)] = 0.0, seed: NonNegativeInt = 0
+) -> Digits:
     """Load the digits of scikit-learn, with a share of the training labels replaced by wrong ones.
 
     Args:
@@ -269,8 +271,6 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
         >>> digits.train_images.shape, int(digits.planted.sum())
         ((1437, 64), 115)
     """
-    _arguments.number("wrong_labels", wrong_labels, error=DataError, least=0, most=1)
-    _arguments.count("seed", seed, error=DataError)
     try:
         import sklearn.datasets
     except ImportError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep._ranks import ranks
 from gradkeep.errors import DatamodelsError
 
@@ -72,8 +72,8 @@ def correlation(
     *,
     kind: Literal["pearson", "spearman"] = "pearson",
     level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
+    resamples: PositiveInt = 1000,
+    seed: NonNegativeInt = 0,
 ) -> Correlation:
     """Correlate predictions and outputs over models, with bootstrap intervals.
 
@@ -103,8 +103,6 @@ def correlation(
             found=level,
             expected="0.95",
         )
-    _arguments.count("resamples", resamples, error=DatamodelsError, least=1)
-    _arguments.count("seed", seed, error=DatamodelsError)
     p, y = _two_dimensional(predicted), _two_dimensional(actual)
     if p.ndim != 2 or p.shape != y.shape or len(p) < 3:
         raise DatamodelsError(

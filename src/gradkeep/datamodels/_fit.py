@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels._correlation import correlation
 from gradkeep.datamodels._counts import (
@@ -69,7 +69,7 @@ def fit(
     device: str = "cpu",
     memory_budget: str | int | None = None,
     scratch: Any = None,
-    seed: int = 0,
+    seed: NonNegativeInt = 0,
     progress: Callable[[int, int], None] | None = None,
     each_penalty: Callable[[PenaltyStep], None] | None = None,
 ) -> Datamodels:
@@ -118,7 +118,6 @@ def fit(
         >>> fitted.weights[[4, 7], 0].round(1).tolist(), fitted.held_out.mean > 0.99
         ([3.0, -2.0], True)
     """
-    _arguments.count("seed", seed, error=DatamodelsError)
     _check_device(device)
     packed = Masks.of(masks)
     y = checked_outputs(packed, outputs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Neighbors:
 
 
 @checked(DatamodelsError)
-def neighbors(fitted: Datamodels, count: int = 10) -> Neighbors:
+def neighbors(fitted: Datamodels, count: PositiveInt = 10) -> Neighbors:
     """Find the targets with the most similar datamodels.
 
     Costs t^2 n operations, in blocks.
@@ -85,7 +85,6 @@ def neighbors(fitted: Datamodels, count: int = 10) -> Neighbors:
         >>> neighbors(fit(data.masks, data.outputs), 2).ids.shape
         (5, 2)
     """
-    _arguments.count("count", count, error=DatamodelsError, least=1)
     rows = unit_rows(fitted)
     count = min(count, len(rows) - 1)
     ids = np.empty((len(rows), count), np.int64)
@@ -277,7 +276,9 @@ class Clusters:
 
 
 @checked(DatamodelsError)
-def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
+def clusters(
+    fitted: Datamodels, count: int, *, near: PositiveInt = 10, seed: NonNegativeInt = 0
+) -> Clusters:
     """Cluster the targets spectrally: k-means on the eigenvectors of a nearest-neighbor graph.
 
     Costs t^2 n and t^3.
@@ -298,8 +299,6 @@ def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -
         >>> clusters(fit(data.masks, like), 2).labels.tolist()
         [0, 1, 0, 1, 0]
     """
-    _arguments.count("near", near, error=DatamodelsError, least=1)
-    _arguments.count("seed", seed, error=DatamodelsError)
     rows = unit_rows(fitted)
     t = len(rows)
     if not 1 <= count <= t:

@@ -12,7 +12,7 @@ import xxhash
 
 import gradkeep.store as stores
 from gradkeep import _arguments, farm
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels._masks import Masks, Subsets, check_alpha, draw_masks
 from gradkeep.datamodels._removal import (
@@ -99,19 +99,17 @@ class Study:
         num_models: int,
         outputs: Output | Mapping[str, Output],
         alpha: float = 0.5,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
         name: str = "study",
         subsets: Subsets = "fixed",
         keep_models: bool | Callable[[], Any] = False,
         stacked: bool | None = None,
-        repeats: int = 1,
+        repeats: PositiveInt = 1,
         memory_budget: float | str | None = None,
         facts: Mapping[str, str | int | float | bool] | None = None,
         begin: bool = True,
     ) -> None:
         _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
-        _arguments.count("seed", seed, error=DatamodelsError)
-        _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         self.store = open_store(store)
         self.name = name
         data = load_dataset(dataset)
@@ -398,7 +396,7 @@ class Study:
 
     @checked(DatamodelsError)
     def retrain(
-        self, masks: Any, *, output: str | None = None, repeats: int = 1, **options: Any
+        self, masks: Any, *, output: str | None = None, repeats: PositiveInt = 1, **options: Any
     ) -> AnyArray:
         """Train models on given masks.
 
@@ -414,7 +412,6 @@ class Study:
         Returns:
             Outputs `[K, repeats, *shape]`.
         """
-        _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         output, packed = self._output(output), Masks.of(masks)
         if packed.num_examples != self.job.num_examples:
             raise DatamodelsError(

@@ -22,8 +22,11 @@ from gradkeep.evaluate._evaluation import (
     Difference,
     Evaluation,
     SampleSizes,
-    check_level,
     compare,
+    evaluate_correlations,
+)
+from gradkeep.evaluate._intervals import (
+    Level,
     digest_of,
     format_interval,
     rank_correlations,
@@ -50,7 +53,7 @@ def lds(
     truth: GroundTruth,
     *,
     part: TruthPart = "reporting",
-    level: float = 0.95,
+    level: Level = 0.95,
 ) -> Evaluation:
     """Compute the linear datamodeling score, with an interval over queries and subsets.
 
@@ -83,7 +86,6 @@ def lds(
         >>> score.value > 0.95, score.sizes.subsets, score.interval[0] > 0.9
         (True, 20, True)
     """
-    check_level(level)
     truth.require_not_tuned(scores.chosen_on, part)
     places = match_queries(scores, truth)
     half = truth.part(part)
@@ -94,16 +96,16 @@ def lds(
     spread = spread_of(correlation.table)
     ceiling = truth.estimate_ceiling(part, places, level=level)
     defined = int(np.isfinite(correlation.items).sum())
-    return correlation.evaluation(
+    return evaluate_correlations(
+        correlation,
         "lds",
         subject_of(scores),
-        scores.query_ids,
+        item_ids=scores.query_ids,
         sizes=SampleSizes(queries=defined, subsets=len(actual), seeds=truth.seeds),
         truth=half.name,
         universe=universe,
         level=level,
-        ceiling=None if ceiling is None else ceiling.value,
-        ceiling_interval=None if ceiling is None else ceiling.interval,
+        ceiling=ceiling,
         spread_by_subsets=None if spread is None else math.sqrt(spread.by_columns),
         spread_by_queries=None if spread is None else math.sqrt(spread.by_rows),
         provenance=provenance_of(scores),
@@ -363,7 +365,7 @@ def judge_methods(
     queries: str = "test",
     train: str = "train",
     ids: Any = None,
-    level: float = 0.95,
+    level: Level = 0.95,
     hybrid_of_best: bool = True,
     report: Callable[[JudgedMethod], None] | None = None,
 ) -> Judgement:

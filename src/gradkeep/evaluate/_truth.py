@@ -5,18 +5,18 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, PositiveInt, checked
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.capturing._batches import digests
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.evaluate._evaluation import (
+from gradkeep.evaluate._intervals import (
+    Level,
     RankCorrelations,
     digest_of,
     format_interval,
@@ -263,7 +263,7 @@ class GroundTruth:
         part: TruthPart = "reporting",
         queries: AnyArray | None = None,
         *,
-        level: float = 0.95,
+        level: Level = 0.95,
     ) -> Ceiling | None:
         """Return the ceiling with its interval; None with one seed."""
         key = (part, None if queries is None else queries.tobytes(), level)
@@ -336,8 +336,8 @@ def ground_truth(
     store: Store | str | os.PathLike[str],
     recipe: Recipe,
     *,
-    subsets: int = 100,
-    seeds: int = 2,
+    subsets: Annotated[int, Limits(2 * _LEAST)] = 100,
+    seeds: PositiveInt = 2,
     alpha: float = 0.5,
     name: str = "truth",
     seed: int = 0,
@@ -380,8 +380,6 @@ def ground_truth(
         >>> truth.masks.shape, truth.outputs.shape, len(truth.reporting.masks)
         ((10, 20), (10, 2, 3), 5)
     """
-    _arguments.count("subsets", subsets, error=EvaluationError, least=2 * _LEAST)
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     opened = open_store(store)
     study = recipe.study(
         opened,
