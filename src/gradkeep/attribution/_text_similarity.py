@@ -9,9 +9,9 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._arguments import Limits, checked
-from gradkeep._environment import install_hint
+from gradkeep._environment import import_extra
 from gradkeep.attribution._scores import Scores
-from gradkeep.errors import AttributionError, MissingExtraError
+from gradkeep.errors import AttributionError
 
 Texts = Sequence[str] | Sequence[Sequence[int]]
 """Texts, or the ids of their tokens."""
@@ -85,22 +85,16 @@ def _ids(name: str, passed: Any, count: int) -> Any:
 
 
 def _cosines(queries: list[list[str]], train: list[list[str]]) -> Any:
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError as error:
-        raise MissingExtraError(
-            "similarity of texts needs scikit-learn", fix=install_hint("demo")
-        ) from error
-    counter = TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
+    text = import_extra(
+        "sklearn.feature_extraction.text", extra="demo", what="the similarity of texts"
+    )
+    counter = text.TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
     rows = counter.fit_transform(train)
     return (counter.transform(queries) @ rows.T).toarray().astype(np.float32)
 
 
 def _okapi(queries: list[list[str]], train: list[list[str]]) -> Any:
-    try:
-        import bm25s
-    except ImportError as error:
-        raise MissingExtraError("BM25 needs bm25s", fix=install_hint("text")) from error
+    bm25s = import_extra("bm25s", extra="text", what="BM25")
     index = bm25s.BM25()
     index.index(train, show_progress=False)
     vocabulary = {word for row in train for word in row}

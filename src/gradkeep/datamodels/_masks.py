@@ -182,7 +182,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
 
 @checked(DatamodelsError)
 def draw_masks(
-    seed: int,
+    seed: NonNegativeInt,
     indices: Sequence[int],
     *,
     num_examples: int,
@@ -235,12 +235,6 @@ def check_alpha(alpha: float, *, num_examples: int) -> None:
 
 
 def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
-    if seed < 0 or index < 0:
-        raise DatamodelsError(
-            "seeds and indices are at least 0",
-            code="datamodels.negative_seed",
-            found=f"seed {seed}, index {index}",
-        )
     return np.random.Philox(np.random.SeedSequence([seed, index, purpose]))
 
 
@@ -263,15 +257,15 @@ class PlantedData:
 
 @checked(DatamodelsError)
 def planted(
-    models: int,
-    examples: int,
-    targets: int,
+    models: PositiveInt,
+    examples: PositiveInt,
+    targets: PositiveInt,
     *,
     alpha: Annotated[float, Limits(least=0, most=1)] = 0.5,
-    large: int = 5,
+    large: NonNegativeInt = 5,
     tail: Annotated[float, Limits(least=0)] = 0.02,
     explained: Annotated[float, Limits(above=0, most=1)] = 0.8,
-    seed: int = 0,
+    seed: NonNegativeInt = 0,
 ) -> PlantedData:
     """Generate outputs = masks . weights + bias + noise.
 
@@ -293,10 +287,6 @@ def planted(
         >>> data.masks.shape, data.outputs.shape, data.weights.shape
         ((100, 20), (100, 3), (20, 3))
     """
-    for name, value in (("models", models), ("examples", examples), ("targets", targets)):
-        _arguments.count(name, value, error=DatamodelsError, least=1)
-    for name, value in (("large", large), ("seed", seed)):
-        _arguments.count(name, value, error=DatamodelsError)
     rng = np.random.default_rng(seed)
     masks = rng.random((models, examples)) < alpha
     weights = rng.normal(0, tail, (examples, targets))

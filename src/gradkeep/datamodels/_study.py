@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import xxhash
 
 import gradkeep.store as stores
 from gradkeep import _arguments, farm
-from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
+from gradkeep._arguments import Limits, NonNegativeInt, PositiveInt, checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels._masks import Masks, Subsets, check_alpha, draw_masks
 from gradkeep.datamodels._removal import (
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 _RESERVED = ("checkpoint", "checkpoints", "run", "split")
 _RETRAINED = ".removals."
+NumModels = Annotated[int, Limits(1, most=2**31 - 1)]
 """Stands between a study's name and the digest of the masks that were trained beside it."""
 
 
@@ -96,7 +97,7 @@ class Study:
         dataset: Any,
         train_fn: Callable[[Any, int], Any],
         *,
-        num_models: int,
+        num_models: NumModels,
         outputs: Output | Mapping[str, Output],
         alpha: float = 0.5,
         seed: NonNegativeInt = 0,
@@ -109,7 +110,6 @@ class Study:
         facts: Mapping[str, str | int | float | bool] | None = None,
         begin: bool = True,
     ) -> None:
-        _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
         self.store = open_store(store)
         self.name = name
         data = load_dataset(dataset)
@@ -171,13 +171,12 @@ class Study:
         return farm.run(self.store, self.name, self.job, workers=workers, **options)
 
     @checked(DatamodelsError)
-    def grow(self, num_models: int) -> None:
+    def grow(self, num_models: NumModels) -> None:
         """Extend the study.
 
         Args:
             num_models: New number of models.
         """
-        _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
         self.rows.grow(num_models)
 
     def done(self) -> AnyArray:

@@ -394,8 +394,6 @@ def judge_methods(
     Raises:
         EvaluationError: No method could be evaluated.
     """
-    if report is not None:
-        _arguments.function("report", report, error=EvaluationError)
     opened = open_store(store, create=False)
     ground_truth = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
     about_queries = [one.name for one in all_methods() if one.about_queries]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import PositiveInt, checked
+from gradkeep._arguments import Limits, PositiveInt, checked
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._evaluation import (
     Curve,
@@ -72,7 +72,7 @@ def removal_curve(
     queries: Any = None,
     against: Sequence[Scores] = (),
     train: Literal["without", "with only"] = "without",
-    seeds: int = 3,
+    seeds: Annotated[int, Limits(2)] = 3,
     level: Level = 0.95,
     **options: Any,
 ) -> RemovalCurve:
@@ -99,7 +99,6 @@ def removal_curve(
     Raises:
         EvaluationError: Scores and recipe have different rows, or there is no store.
     """
-    _check_seeds(seeds)
     where = store_of(scores, store)
     lines = [scores, *against]
     query_positions = _query_positions(scores, queries)
@@ -231,19 +230,6 @@ def leave_one_out(
     )
 
 
-def _check_seeds(seeds: int) -> None:
-    """Refuse a single seed: its difference to random rows could be chance."""
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    if seeds < 2:
-        raise EvaluationError(
-            "a comparison with random rows needs several seeds",
-            code="evaluate.few_seeds",
-            found=f"seeds={seeds}",
-            expected="at least 2, or 3 for an interval",
-            fix="Pass seeds=3.",
-        )
-
-
 def _curve(
     at: AnyArray,
     names: tuple[str, ...],
@@ -359,7 +345,7 @@ def verify_rows(
     scores: Scores | None = None,
     queries: Any = None,
     train: Literal["without", "with only"] = "without",
-    seeds: int = 3,
+    seeds: Annotated[int, Limits(2)] = 3,
     level: Level = 0.95,
     **options: Any,
 ) -> Evaluation:
@@ -384,7 +370,6 @@ def verify_rows(
     Raises:
         EvaluationError: Rows or queries are unknown, or there is no store.
     """
-    _check_seeds(seeds)
     where = store_of(scores, store)
     row_positions = _places(
         rows, None if scores is None else scores.train_ids, recipe.num_rows, "rows"
@@ -455,7 +440,7 @@ def check_removal(
     recipe: Recipe,
     *,
     store: Store | None = None,
-    seeds: int = 5,
+    seeds: Annotated[int, Limits(2)] = 5,
     level: Level = 0.95,
     **options: Any,
 ) -> CheckedRemoval:
@@ -479,7 +464,6 @@ def check_removal(
     Raises:
         EvaluationError: Rows are unknown, or there are too few queries.
     """
-    _check_seeds(seeds)
     where = store_of(scores, store)
     row_positions = _places(rows, scores.train_ids, recipe.num_rows, "rows")
     if len(scores.query_ids) < 5:

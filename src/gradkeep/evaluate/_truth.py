@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from gradkeep._arguments import Limits, PositiveInt, checked
+from gradkeep._arguments import Limits, PositiveInt, checked, one_of
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.capturing._batches import digests
 from gradkeep.errors import EvaluationError, GradkeepError
@@ -313,12 +313,9 @@ class GroundTruth:
         every = np.arange(len(self.masks))
         if part == "all":
             return every
-        if part not in ("choosing", "reporting"):
-            raise EvaluationError(
-                f"there is no part {part!r}",
-                code="evaluate.unknown_part",
-                expected="'reporting', 'choosing' or 'all'",
-            )
+        one_of(
+            "part", part, get_args(TruthPart), error=EvaluationError, code="evaluate.unknown_part"
+        )
         rows = every[0 if part == "choosing" else 1 :: 2]
         if len(rows) < _LEAST:
             raise EvaluationError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from gradkeep._arguments import one_of
 from gradkeep.compat.metastore._wordpiece import WordPiece
 from gradkeep.data import dataset, load_cifar10
 from gradkeep.data._examples import Scaling
@@ -71,16 +72,9 @@ class DataSource:
             "agnews": self._news,
             "imagenet": self._large_pictures,
         }
-        load = loaders.get(self.name.lower())
-        if load is None:
-            raise DataError(
-                f"data.{self.name}.data_name: unknown data",
-                code="data.unknown",
-                path=self.origin,
-                expected="cifar10, AGNews, imagenet",
-                fix="Use gk.capture for other data.",
-            )
-        return load()
+        where, name = f"data.{self.name}.data_name", self.name.lower()
+        one_of(where, name, loaders, error=DataError, code="data.unknown", path=self.origin)
+        return loaders[name]()
 
     def _pictures(self) -> tuple[Any, Any]:
         """Load CIFAR-10 from `data_dir` or, as MetaStore's program does, from `data`."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._environment import install_hint
-from gradkeep.errors import DataError, MissingExtraError
+from gradkeep._environment import import_extra
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os
@@ -45,13 +45,8 @@ class WordPiece:
                 found=f"without {', '.join(missing)}" if missing else "[PAD] is not the first",
                 expected="one token per line, [PAD] first, with [UNK], [CLS] and [SEP]",
             )
-        try:
-            from tokenizers import BertWordPieceTokenizer
-        except ImportError as error:
-            raise MissingExtraError(
-                "splitting texts for Bert needs tokenizers", fix=install_hint("metastore")
-            ) from error
-        object.__setattr__(self, "_tokenizer", BertWordPieceTokenizer(numbers))
+        tokenizers = import_extra("tokenizers", extra="metastore", what="splitting texts for Bert")
+        object.__setattr__(self, "_tokenizer", tokenizers.BertWordPieceTokenizer(numbers))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> WordPiece:
