@@ -136,7 +136,8 @@ class Texts:
     labels: torch.Tensor
     """`[N]`, int64"""
     classes: tuple[str, ...]
-    vocabulary: Vocabulary
+    vocabulary: Any
+    """The `Vocabulary`, or another tokenizer with `encode`."""
 
     def __len__(self) -> int:
         return len(self.labels)
