@@ -72,18 +72,12 @@ class RegressionData:
             with np.load(path, allow_pickle=False) as arrays:
                 masks = Masks(arrays["bits"], int(arrays["num_examples"]))
                 return cls(masks, arrays["targets"], arrays["rows"])
-        except OSError as error:
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DatamodelsError(
                 "the regression data cannot be read",
-                code="compat.regression_unreadable",
-                path=path,
-                found=error.strerror,
-            ) from error
-        except (ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise DatamodelsError(
-                "the file is not regression data of gradkeep",
                 code="compat.regression_format",
                 path=path,
+                found=error,
                 expected="a file of write_dataset, not of FFCV",
                 fix="Run write_dataset again on the store directory.",
             ) from error
@@ -253,16 +247,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, AnyArray]:
 
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DatamodelsError(
-            "the weights cannot be read",
-            code="compat.weights_unreadable",
-            path=path,
-            found=error.strerror,
-        ) from error
     except Exception as error:
         raise DatamodelsError(
-            "the file does not contain tensors",
+            "the file cannot be read as tensors",
             code="compat.weights_format",
             path=path,
             found=f"{type(error).__name__}: {error}",
