@@ -380,7 +380,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
         (lambda result: top(result, targets=[9]), "0 to 3"),
         (lambda result: clusters(result, 9), "1 to 4"),
         (lambda result: similarity(result, fitted(60, 5)[1]), "different training sets"),
-        (lambda result: verify_removals(result, [], lambda mask, seed: mask), "a removal"),
+        (lambda result: verify_removals(result, [], lambda mask, seed: mask), "no removals"),
         (lambda result: verify_removals(result, [[1]], lambda mask, seed: [1.0]), r"\[4\]"),
         (lambda result: correlation([1.0, 2.0], [1.0, 2.0]), "three models"),
     ],

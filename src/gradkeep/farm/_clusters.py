@@ -171,6 +171,7 @@ class Slurm:
 
     def __post_init__(self) -> None:
         _arguments.check_fields(self, FarmError)
+        _arguments.text("folder", self.folder, error=FarmError)
         check_workers(self.workers, least=1)
 
     @property
