@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import secrets
 import shutil
 import zipfile
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from gradkeep._arguments import file_to_write
+from gradkeep._environment import replaced_file
 from gradkeep.datamodels import Masks, fit
 from gradkeep.errors import DatamodelsError
 
@@ -282,12 +282,8 @@ def save_weights(
     named = {"weight": weight, "bias": bias, "lam": lam, **more}
     # Copy: torch warns about tensors on read-only arrays.
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in named.items()}
-    temp = f"{os.fspath(file_to_write(path, error=DatamodelsError))}.{secrets.token_hex(4)}"
-    try:
+    with replaced_file(Path(file_to_write(path, error=DatamodelsError))) as temp:
         torch.save(tensors, temp)
-        os.replace(temp, path)
-    finally:
-        Path(temp).unlink(missing_ok=True)
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -335,12 +331,13 @@ class _Log:
 
     def count(self) -> None:
         """Write the number of used rows; the file is replaced atomically."""
-        temp = self.folder / f".metadata.{secrets.token_hex(4)}"
-        with temp.open("w", newline="") as file:
+        with (
+            replaced_file(self.folder / "metadata.csv") as temp,
+            temp.open("w", newline="") as file,
+        ):
             lines = csv.writer(file, lineterminator="\n")
             lines.writerow(["field", "max_chunk", "counter"])
             lines.writerows([name, 0, len(self.used)] for name in self.arrays)
-        os.replace(temp, self.folder / "metadata.csv")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

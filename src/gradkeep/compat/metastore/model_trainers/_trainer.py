@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from gradkeep._environment import replaced_file
 from gradkeep.capturing._batches import to_device
 from gradkeep.compat.metastore._config import OWN_CHECKPOINTS, WorkingFolder
 from gradkeep.compat.metastore._data import DataSource
@@ -141,11 +141,8 @@ def _train_epoch(
 
 
 def _save(network: nn.Module, file: Path, vocabulary: Path | None) -> None:
-    """Write atomically: an interrupted write must not look like a checkpoint."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.part")
-    torch.save({key: value.cpu() for key, value in network.state_dict().items()}, unfinished)
-    os.replace(unfinished, file)
+    with replaced_file(file) as temp:
+        torch.save({key: value.cpu() for key, value in network.state_dict().items()}, temp)
     beside = file.parent / "vocab.txt"
     if vocabulary is not None and vocabulary.resolve() != beside.resolve():
         shutil.copyfile(vocabulary, beside)
