@@ -172,13 +172,6 @@ def instance(
     return value
 
 
-def function(name: str, value: T, *, error: Error, expected: str = "a function") -> T:
-    """Validate a callable."""
-    if not callable(value):
-        raise argument_error(name, value, error=error, expected=expected)
-    return value
-
-
 def file_path(name: str, value: Any, *, error: Error) -> str:
     """Validate a path and return it as a string; the file need not exist."""
     path = os.fspath(value) if hasattr(value, "__fspath__") else value

@@ -263,7 +263,6 @@ def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> t
 
 def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
     """Which models are left out to choose the penalty: sorted rows, from a part or from ids."""
-    _arguments.count("seed", seed, error=DatamodelsError)
     if isinstance(held_out, float):
         if not 0 < held_out < 1:
             raise DatamodelsError(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep import _arguments
 from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep.errors import DatamodelsError
 
@@ -215,7 +214,9 @@ class Components:
 
 
 @checked(DatamodelsError)
-def components(fitted: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
+def components(
+    fitted: Datamodels, count: PositiveInt = 10, *, extremes: NonNegativeInt = 5
+) -> Components:
     """Compute principal components of the targets' weights, each scaled to length 1.
 
     The sign of a component makes its largest example positive. Costs t n min(t, n).
@@ -239,8 +240,6 @@ def components(fitted: Datamodels, count: int = 10, *, extremes: int = 5) -> Com
 
 def principal(rows: AnyArray, count: int, extremes: int) -> Components:
     """Compute the principal components of any rows `[t, n]`."""
-    _arguments.count("count", count, error=DatamodelsError, least=1)
-    _arguments.count("extremes", extremes, error=DatamodelsError)
     centred = rows - rows.mean(axis=0)
     target_vectors, strength, example_vectors = np.linalg.svd(centred, full_matrices=False)
     count = min(count, len(strength))
@@ -378,7 +377,7 @@ class Comparison:
 
 @checked(DatamodelsError)
 def compare(
-    first: Datamodels, second: Datamodels, count: int = 5, *, extremes: int = 5
+    first: Datamodels, second: Datamodels, count: PositiveInt = 5, *, extremes: NonNegativeInt = 5
 ) -> Comparison:
     """Compare two classes of models by their datamodels of the same targets (ModelDiff).
 

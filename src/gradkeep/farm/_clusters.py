@@ -14,7 +14,7 @@ from gradkeep._arguments import Limits
 from gradkeep._environment import import_extra
 from gradkeep.errors import FarmError
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._worker import broken_worker, check_workers, stop_on_signals, work
+from gradkeep.farm._worker import broken_worker, stop_on_signals, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,13 +37,12 @@ class RayCluster:
     """
 
     address: str | None = None
-    workers: int | None = None
+    workers: Annotated[int, Limits(0, most=100_000)] | None = None
     cpus: Annotated[float, Limits(above=0)] = 1.0
     gpus: Annotated[float, Limits(0)] = 0.0
 
     def __post_init__(self) -> None:
         _arguments.check_fields(self, FarmError)
-        check_workers(self.workers)
 
     @property
     def num_workers(self) -> int:
@@ -164,7 +163,7 @@ class Slurm:
             `gpus_per_node` and so on.
     """
 
-    workers: int = 8
+    workers: Annotated[int, Limits(1, most=100_000)] = 8
     folder: str = "submitit"
     cluster: str = "slurm"
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -172,7 +171,6 @@ class Slurm:
     def __post_init__(self) -> None:
         _arguments.check_fields(self, FarmError)
         _arguments.text("folder", self.folder, error=FarmError)
-        check_workers(self.workers, least=1)
 
     @property
     def num_workers(self) -> int:

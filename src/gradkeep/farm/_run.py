@@ -24,7 +24,6 @@ from gradkeep.farm._worker import (
     JobSpec,
     LeaseKeeper,
     Puller,
-    check_workers,
     pickle_job,
     stop_on_signals,
 )
@@ -211,7 +210,7 @@ def validate_workers(workers: int | None, engine: object, *, least: int = 0) -> 
             fix="Pass either workers= or engine=.",
         )
     if workers is not None:
-        check_workers(workers, least=least)
+        _arguments.count("workers", workers, error=FarmError, least=least, most=100_000)
     if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
         raise _arguments.argument_error(
             "engine", engine, error=FarmError, expected="farm.engine(...), or your own with run()"

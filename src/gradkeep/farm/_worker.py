@@ -101,12 +101,6 @@ def pickle_job(job: object) -> bytes:
     return pickled
 
 
-def check_workers(workers: object, *, least: int = 0, most: int = 100_000) -> None:
-    """Raise if the number of workers is invalid."""
-    if workers is not None or least:
-        _arguments.count("workers", workers, error=FarmError, least=least, most=most)
-
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
