@@ -182,9 +182,18 @@ def file_path(name: str, value: Any, *, error: Error) -> str:
 
 
 def whole_numbers(
-    name: str, values: object, *, error: Error, least: int = 0, most: int = LARGEST
+    name: str,
+    values: object,
+    *,
+    error: Error,
+    least: int = 0,
+    most: int = LARGEST,
+    length: int | None = None,
+    code: str | None = None,
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Validate a list of whole numbers and return int64 `[n]`; floats are refused, not truncated.
+
+    With a `length`, another one is an error with this `code`.
 
     >>> from gradkeep.errors import QueryError
     >>> whole_numbers("ids", [3, 1], error=QueryError).tolist()
@@ -210,6 +219,9 @@ def whole_numbers(
     ):
         expected = _range("a list of whole numbers", least, math.inf if most == LARGEST else most)
         raise argument_error(name, values, error=error, expected=expected)
+    if length is not None and len(result) != length:
+        message = f"{name} must have one number for each of {length} rows"
+        raise error(message, code=code, found=f"{len(result)} numbers")
     return result.astype(np.int64)
 
 

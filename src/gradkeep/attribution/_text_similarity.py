@@ -74,14 +74,9 @@ def text_similarity(
 def _ids(name: str, passed: Any, count: int) -> Any:
     if passed is None:
         return np.arange(count)
-    ids = _arguments.whole_numbers(name, passed, error=AttributionError)
-    if len(ids) != count:
-        raise AttributionError(
-            f"{name} must have one id for each text",
-            code="attribute.wrong_ids",
-            found=f"{len(ids)} ids for {count} texts",
-        )
-    return ids
+    return _arguments.whole_numbers(
+        name, passed, error=AttributionError, length=count, code="attribute.wrong_ids"
+    )
 
 
 def _cosines(queries: list[list[str]], train: list[list[str]]) -> Any:

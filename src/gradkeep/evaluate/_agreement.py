@@ -231,13 +231,14 @@ def leakage(scores: Scores, copies: Any, *, k: PositiveInt = 1, level: Level = 0
         >>> leakage(scores, [0, 1, 2, 8]).value
         0.75
     """
-    copy_ids = _arguments.whole_numbers("copies", copies, error=EvaluationError, least=-1)
-    if copy_ids.shape != scores.query_ids.shape:
-        raise EvaluationError(
-            "copies must have one training id for each query, or -1",
-            code="evaluate.wrong_copies",
-            found=f"{len(copy_ids)} for {len(scores.query_ids)} queries",
-        )
+    copy_ids = _arguments.whole_numbers(
+        "copies",
+        copies,
+        error=EvaluationError,
+        least=-1,
+        length=len(scores.query_ids),
+        code="evaluate.wrong_copies",
+    )
     with_copy = np.flatnonzero(copy_ids >= 0)
     unknown = np.setdiff1d(copy_ids[with_copy], scores.train_ids)
     if not len(with_copy) or len(unknown):

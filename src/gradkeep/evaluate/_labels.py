@@ -293,14 +293,10 @@ def _suspicion(suspicion: Any, ids: Any) -> tuple[AnyArray, AnyArray, str]:
             code="evaluate.wrong_suspicion",
             found=f"shape {list(values.shape)}",
         )
-    numbers = np.arange(len(values))
+    numbers: AnyArray = np.arange(len(values))
     if ids is not None:
-        numbers = _arguments.whole_numbers("ids", ids, error=EvaluationError)
-    if len(numbers) != len(values):
-        raise EvaluationError(
-            "every row needs one id",
-            code="evaluate.wrong_ids",
-            found=f"{len(numbers)} ids for {len(values)} rows",
+        numbers = _arguments.whole_numbers(
+            "ids", ids, error=EvaluationError, length=len(values), code="evaluate.wrong_ids"
         )
     return values, numbers, "passed suspicion"
 
