@@ -376,7 +376,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
         (lambda result: counterfactual(result, [12]), "0 to 11"),
         (lambda result: counterfactual(result, [-1]), ": -1"),
         (lambda result: counterfactual(result, [0.5]), "must be ids"),
-        (lambda result: counterfactual(result, [1], base=np.ones(3, bool)), r"bool \[12\]"),
+        (lambda result: counterfactual(result, [1], base=np.ones(3, bool)), r"shape \[12\]"),
         (lambda result: top(result, targets=[9]), "0 to 3"),
         (lambda result: clusters(result, 9), "1 to 4"),
         (lambda result: similarity(result, fitted(60, 5)[1]), "different training sets"),

@@ -178,20 +178,15 @@ def _check_device(device: str) -> None:
 
 def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
     lambdas = _arguments.array("lam", lam, error=DatamodelsError).astype(np.float64)
-    if lambdas.shape not in ((), (1,), (outputs.shape[1],)):
-        raise DatamodelsError(
-            "lam must be one positive number per target, or one for all",
-            code="datamodels.lam",
-            found=f"shape {list(lambdas.shape)}",
-            expected=[outputs.shape[1]],
-        )
-    values = np.broadcast_to(lambdas, (outputs.shape[1],)).copy()
+    fits = lambdas.shape in ((), (1,), (outputs.shape[1],))
+    values = np.broadcast_to(lambdas, (outputs.shape[1],)).copy() if fits else lambdas
     varying = np.ptp(outputs, axis=0) > 0
-    if not (np.isfinite(values) & ((values > 0) | ~varying)).all():
+    if not fits or not (np.isfinite(values) & ((values > 0) | ~varying)).all():
         raise DatamodelsError(
             "lam must be one positive number per target, or one for all",
             code="datamodels.lam",
-            found=values.tolist(),
+            found=f"shape {list(lambdas.shape)}, {values.tolist()}"[:300],
+            expected=[outputs.shape[1]],
         )
     return values
 

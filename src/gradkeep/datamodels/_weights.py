@@ -180,15 +180,15 @@ def checked_base(base: Any, count: int) -> AnyArray:
     """Validate the mask of a training set; all True by default."""
     if base is None:
         return np.ones(count, np.bool_)
-    array = _arguments.array("base", base, error=DatamodelsError, expected="a mask")
-    if array.shape != (count,) or array.dtype != np.bool_:
-        raise DatamodelsError(
-            "a base must be the mask of one training set",
-            code="datamodels.base_mask",
-            found=f"{array.dtype} {list(array.shape)}",
-            expected=f"bool [{count}]",
-        )
-    return array
+    return _arguments.array(
+        "base",
+        base,
+        error=DatamodelsError,
+        kinds="b",
+        expected=f"the mask of one training set, bool [{count}]",
+        shape=(count,),
+        code="datamodels.base_mask",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

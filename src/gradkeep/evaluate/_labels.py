@@ -304,13 +304,8 @@ def _suspicion(suspicion: Any, ids: Any) -> tuple[AnyArray, AnyArray, str]:
 def _flipped(wrong: Any, numbers: AnyArray) -> AnyArray:
     values = _arguments.array("wrong", wrong, error=EvaluationError)
     if values.dtype == bool:
-        if values.shape != numbers.shape:
-            raise EvaluationError(
-                "wrong must have one boolean per row, or be a list of ids",
-                code="evaluate.wrong_shape",
-                found=f"shape {list(values.shape)}",
-                expected=f"[{len(numbers)}]",
-            )
+        shape, code = numbers.shape, "evaluate.wrong_shape"
+        _arguments.array("wrong", wrong, error=EvaluationError, shape=shape, code=code)
         if not np.array_equal(numbers, np.sort(numbers)):
             raise EvaluationError(
                 "booleans need rows in the order of their ids",
