@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import NonNegativeInt, checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels._correlation import correlation
 from gradkeep.datamodels._counts import (
@@ -69,7 +69,7 @@ def fit(
     device: str = "cpu",
     memory_budget: str | int | None = None,
     scratch: Any = None,
-    seed: NonNegativeInt = 0,
+    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     each_penalty: Callable[[PenaltyStep], None] | None = None,
 ) -> Datamodels:
@@ -118,6 +118,7 @@ def fit(
         >>> fitted.weights[[4, 7], 0].round(1).tolist(), fitted.held_out.mean > 0.99
         ([3.0, -2.0], True)
     """
+    _arguments.count("seed", seed, error=DatamodelsError)
     _check_device(device)
     packed = Masks.of(masks)
     y = checked_outputs(packed, outputs)
@@ -178,15 +179,20 @@ def _check_device(device: str) -> None:
 
 def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
     lambdas = _arguments.array("lam", lam, error=DatamodelsError).astype(np.float64)
-    fits = lambdas.shape in ((), (1,), (outputs.shape[1],))
-    values = np.broadcast_to(lambdas, (outputs.shape[1],)).copy() if fits else lambdas
-    varying = np.ptp(outputs, axis=0) > 0
-    if not fits or not (np.isfinite(values) & ((values > 0) | ~varying)).all():
+    if lambdas.shape not in ((), (1,), (outputs.shape[1],)):
         raise DatamodelsError(
             "lam must be one positive number per target, or one for all",
             code="datamodels.lam",
-            found=f"shape {list(lambdas.shape)}, {values.tolist()}"[:300],
+            found=f"shape {list(lambdas.shape)}",
             expected=[outputs.shape[1]],
+        )
+    values = np.broadcast_to(lambdas, (outputs.shape[1],)).copy()
+    varying = np.ptp(outputs, axis=0) > 0
+    if not (np.isfinite(values) & ((values > 0) | ~varying)).all():
+        raise DatamodelsError(
+            "lam must be one positive number per target, or one for all",
+            code="datamodels.lam",
+            found=values.tolist(),
         )
     return values
 
