@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradkeep.attribution._scores import Scores
 from gradkeep.evaluate import Evaluation, compare, judge_methods, lds
-from gradkeep.evaluate._evaluation import format_interval
+from gradkeep.evaluate._intervals import format_interval
 from gradkeep.evaluate._lds import Judgement
 from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import Store

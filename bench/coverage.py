@@ -19,7 +19,7 @@ import numpy as np
 
 from gradkeep.attribution._scores import Scores
 from gradkeep.evaluate import compare, lds, leakage
-from gradkeep.evaluate._evaluation import mean_interval, rank_correlations
+from gradkeep.evaluate._intervals import mean_interval, rank_correlations
 from gradkeep.evaluate._removal import _gain
 from gradkeep.evaluate._truth import GroundTruth, ceiling_of
 

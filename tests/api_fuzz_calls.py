@@ -267,7 +267,6 @@ def calls(w: World) -> list[Call]:
         "datamodels.margins": (dm.margins, {"examples": w.batch, "dtype": "float32"}),
         "datamodels.losses": (dm.losses, {"examples": w.batch, "dtype": "float32"}),
         "datamodels.confidences": (dm.confidences, {"examples": w.batch, "dtype": "float32"}),
-        "datamodels.correct": (dm.correct, {"examples": w.batch, "dtype": "float32"}),
         "datamodels.output": (dm.output, {"of_model": len, "shape": (2,), "dtype": "float32"}),
         "Datamodels.predict": (w.fit.predict, {"masks": w.masks}),
         "Datamodels.score": (

@@ -1,8 +1,10 @@
 """The checks of arguments: what they let through is what they say, for any value at all."""
 
+import functools
 import math
 import os
 import stat
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from raises import raises
 import gradkeep as gk
 from gradkeep import _arguments
 from gradkeep import datamodels as dm
+from gradkeep._arguments import Limits, PositiveInt, checked
 from gradkeep.errors import FarmError, QueryError
 from gradkeep.remat.simulator._simulate import Timeline
 
@@ -39,7 +42,6 @@ CHECKS = {
     "texts": lambda v: _arguments.texts("it", v, error=FarmError),
     "one_of": lambda v: _arguments.one_of("it", v, ["x", "y"], error=FarmError),
     "instance": lambda v: _arguments.instance("it", v, (int, float), error=FarmError),
-    "function": lambda v: _arguments.function("it", v, error=FarmError),
     "file_path": lambda v: _arguments.file_path("it", v, error=FarmError),
     "whole_numbers": lambda v: _arguments.whole_numbers("it", v, error=FarmError),
 }
@@ -52,7 +54,6 @@ GOOD = {
     "texts": lambda v: type(v) is tuple and all(type(one) is str and one.encode() for one in v),
     "one_of": lambda v: v in ("x", "y"),
     "instance": lambda v: isinstance(v, int | float),
-    "function": callable,
     "file_path": lambda v: type(v) is str and v != "" and "\0" not in v,
     "whole_numbers": lambda v: v.dtype == np.int64 and v.ndim == 1 and (v >= 0).all(),
 }
@@ -153,3 +154,51 @@ def test_no_writer_of_a_named_file_takes_the_place_of_a_pipe(tmp_path):
             write()
         assert stat.S_ISFIFO(pipe.lstat().st_mode)
         assert os.listdir(tmp_path) == ["pipe"]
+
+
+@checked(FarmError)
+def plain(n: int = 1, x: float = 1.0):
+    return n, x
+
+
+@checked(FarmError)
+def limited(n: PositiveInt = 1, x: Annotated[float, Limits(above=0, most=9)] = 1.0):
+    return n, x
+
+
+@checked(FarmError)
+def optional_limits(n: PositiveInt | None = None):
+    return n
+
+
+def is_accepted(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except FarmError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["n", "x"])
+def test_ranges_in_annotations_accept_what_the_type_and_a_check_of_the_range_accept(name):
+    check = functools.partial(_arguments.count, least=1)
+    if name == "x":
+        check = functools.partial(_arguments.number, above=0, most=9)
+    accepted = 0
+    for value in ODD:
+        expected = is_accepted(plain, **{name: value}) and is_accepted(
+            check, name, value, error=FarmError
+        )
+        assert is_accepted(limited, **{name: value}) == expected, repr(value)
+        accepted += expected
+    assert 0 < accepted < len(ODD)
+
+
+def test_ranges_in_annotations_are_named_in_the_error():
+    with raises(FarmError, "argument.invalid", mentions="n must be a whole number of at least 1"):
+        limited(n=0)
+    with raises(FarmError, "argument.invalid", mentions="above 0 and at most 9, got 9.5"):
+        limited(x=9.5)
+    with raises(FarmError, "argument.invalid", mentions="of at least 1 or None, got 0"):
+        optional_limits(0)
+    assert optional_limits(None) is None

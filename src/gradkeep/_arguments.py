@@ -16,7 +16,8 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,22 @@ LARGEST = 2**63 - 1
 """Largest count: the range of int64 arrays and files."""
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Range of a number in an annotation: `Annotated[float, Limits(above=0, most=1)]`."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(self.least <= value <= self.most and value > self.above)
+
+
+PositiveInt = Annotated[int, Limits(1)]
+NonNegativeInt = Annotated[int, Limits(0)]
 
 
 def count(name: str, value: object, *, error: Error, least: int = 0, most: int = LARGEST) -> int:
@@ -110,7 +127,15 @@ def texts(name: str, value: object, *, error: Error) -> tuple[str, ...]:
     return tuple(text(name, item, error=error) for item in items)
 
 
-def one_of(name: str, value: object, words: Iterable[T], *, error: Error) -> T:
+def one_of(
+    name: str,
+    value: object,
+    words: Iterable[T],
+    *,
+    error: Error,
+    code: str = "argument.invalid",
+    path: str | os.PathLike[str] | None = None,
+) -> T:
     """Validate a choice; the message lists the choices and suggests the nearest.
 
     >>> from gradkeep.errors import QueryError
@@ -128,7 +153,7 @@ def one_of(name: str, value: object, words: Iterable[T], *, error: Error) -> T:
     spelt = [word for word in known if isinstance(word, str)]
     near = difflib.get_close_matches(value[:80], spelt, n=1) if isinstance(value, str) else []
     fix = f"Did you mean {near[0]!r}?" if near else None
-    raise argument_error(name, value, error=error, expected=listed, fix=fix)
+    raise argument_error(name, value, error=error, expected=listed, fix=fix, code=code, path=path)
 
 
 def instance(
@@ -147,13 +172,6 @@ def instance(
     return value
 
 
-def function(name: str, value: T, *, error: Error, expected: str = "a function") -> T:
-    """Validate a callable."""
-    if not callable(value):
-        raise argument_error(name, value, error=error, expected=expected)
-    return value
-
-
 def file_path(name: str, value: Any, *, error: Error) -> str:
     """Validate a path and return it as a string; the file need not exist."""
     path = os.fspath(value) if hasattr(value, "__fspath__") else value
@@ -164,9 +182,18 @@ def file_path(name: str, value: Any, *, error: Error) -> str:
 
 
 def whole_numbers(
-    name: str, values: object, *, error: Error, least: int = 0, most: int = LARGEST
+    name: str,
+    values: object,
+    *,
+    error: Error,
+    least: int = 0,
+    most: int = LARGEST,
+    length: int | None = None,
+    code: str | None = None,
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Validate a list of whole numbers and return int64 `[n]`; floats are refused, not truncated.
+
+    With a `length`, another one is an error with this `code`.
 
     >>> from gradkeep.errors import QueryError
     >>> whole_numbers("ids", [3, 1], error=QueryError).tolist()
@@ -192,6 +219,9 @@ def whole_numbers(
     ):
         expected = _range("a list of whole numbers", least, math.inf if most == LARGEST else most)
         raise argument_error(name, values, error=error, expected=expected)
+    if length is not None and len(result) != length:
+        message = f"{name} must have one number for each of {length} rows"
+        raise error(message, code=code, found=f"{len(result)} numbers")
     return result.astype(np.int64)
 
 
@@ -262,11 +292,18 @@ def short_repr(value: object) -> str:
 
 
 def argument_error(
-    name: str, value: object, *, error: Error, expected: str, fix: str | None = None
+    name: str,
+    value: object,
+    *,
+    error: Error,
+    expected: str,
+    fix: str | None = None,
+    code: str = "argument.invalid",
+    path: str | os.PathLike[str] | None = None,
 ) -> GradkeepError:
     """Build the error for an argument of a wrong type or value."""
     message = f"{name} must be {expected}, got {short_repr(value)}"
-    return error(message, code="argument.invalid", fix=fix)
+    return error(message, code=code, path=path, fix=fix)
 
 
 def optional(check: Callable[..., T], name: str, value: object, **limits: Any) -> T | None:
@@ -411,6 +448,8 @@ def _resolve(annotation: Any, home: Mapping[str, Any]) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     """Return True if a value may be passed where this type is expected."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _fits(value, inner[0]) and value in inner[1]
     if hint is Any or hint is object or isinstance(hint, str | TypeVar):
         return True
     if hint is None or hint is type(None):
@@ -491,7 +530,10 @@ def _words(hint: Any) -> Iterator[str]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     plain = {int: "a whole number", float: "a finite number", str: "some text", None: "None"}
     plain[bool] = "True or False"
-    if origin in (typing.Union, types.UnionType):
+    if origin is Annotated:
+        (word,) = _words(inner[0])
+        yield _range(word, inner[1].least, inner[1].most, inner[1].above)
+    elif origin in (typing.Union, types.UnionType):
         for one in inner:
             yield from _words(one)
     elif origin is typing.Literal:

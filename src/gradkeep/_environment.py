@@ -1,9 +1,10 @@
-"""Environment of a process: cache folder, extras, enclosing stores and torch threads."""
+"""Environment of a process: cache folder, extras, files, enclosing stores and torch threads."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,28 @@ def import_extra(module: str, *, extra: str, what: str) -> Any:
         raise MissingExtraError(
             f"{what} needs {module}", found=str(error), fix=install_hint(extra)
         ) from error
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; it replaces `path`, durably, if the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield temp
+        _sync(temp)
+        os.replace(temp, path)
+        _sync(path.parent)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def enclosing_store(path: str | os.PathLike[str]) -> str | None:

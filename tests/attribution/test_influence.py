@@ -227,9 +227,9 @@ def test_data_must_be_there_as_often_as_it_is_needed(make_world):
 
 def test_numbers_of_steps_and_directions_must_make_sense(make_world):
     world = Curved(make_world)
-    for options in ({"tolerance": 0.0}, {"max_steps": 0}):
-        with pytest.raises(AttributionError, match="tolerance"):
-            world.ask("influence", "fisher", **options)
+    for name, value in (("tolerance", 0.0), ("max_steps", 0)):
+        with pytest.raises(AttributionError, match=name):
+            world.ask("influence", "fisher", **{name: value})
     with pytest.raises(AttributionError, match="rank"):
         world.ask("arnoldi", "fisher", rank=8, iterations=4)
     with raises(BudgetError, "budget.vectors", fix="fewer iterations"):

@@ -120,7 +120,7 @@ def test_methods_are_listed_with_what_they_need(call):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("store: kept", "stor: kept"), "did you mean store"),
+        (("store: kept", "stor: kept"), "Did you mean 'store'?"),
         (("name: mlp", "name: mlpp"), "mlp"),
         (("kind: digits, rows: 40", "kind: digit"), "digits"),
         (("early.pt", "none.pt"), "checkpoint does not exist"),

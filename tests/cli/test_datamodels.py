@@ -140,14 +140,14 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
         (["run", "store", "--main", "json"], "no function main"),
         (["run", "store", "--main", "json.tool"], "with index and logdir"),
         (["run", "store", "--main", "gradkeep.compat.datamodels.worker"], "with index and logdir"),
-        (["run", "store", "--main", "train_model", "--engine", "k8s"], "local, ray, slurm"),
+        (["run", "store", "--main", "train_model", "--engine", "k8s"], "'local', 'ray' or 'slurm'"),
         (["run", "store", "--main", "train_model", "--address", "auto"], "--engine ray"),
         (["run", "store", "--main", "train_model", "--name", "x"], "no such study"),
         (["status", "nowhere"], "no store here"),
         (["fit", "store", "--save", "f"], "gradkeep datamodels run"),
         (["fit", "store", "--save", "f", "--output", "x"], "--masks"),
         (["analyze", "store", "top"], "--fit"),
-        (["analyze", "store", "taste"], "unknown analysis"),
+        (["analyze", "store", "taste"], "WHAT must be"),
     ],
 )
 def test_mistakes_are_told_with_what_to_do(inline, place, arguments, words):

@@ -20,11 +20,11 @@ REAL = Path(os.environ.get("GRADKEEP_DATA") or ROOT.parent / "shared" / "data")
     ("arguments", "options", "code", "words"),
     [
         (("cifar",), {}, "data.unknown_name", "cifar10"),
-        (("zzz",), {}, "data.unknown_name", "digits, cifar10, agnews, imagefolder, idx, npz, text"),
+        (("zzz",), {}, "data.unknown_name", "'digits', 'cifar10', 'agnews'"),
         (("digits", None), {"normalize": True}, "data.unknown_name", "normalise"),
         (("digits", "somewhere"), {}, "data.path_unused", "path"),
         (("idx",), {}, "data.path_missing", "path"),
-        (("digits", None, "val"), {}, "data.unknown_name", "train, test"),
+        (("digits", None, "val"), {}, "data.unknown_name", "'train' or 'test'"),
     ],
 )
 def test_what_is_not_known_is_answered_with_what_is_near(arguments, options, code, words):

@@ -179,7 +179,7 @@ def test_any_named_arrays_of_an_npz_can_be_asked_for(tmp_path):
         ),
         ({"x_train": np.zeros((0, 3)), "y_train": np.zeros(0, int)}, "data.no_rows", ""),
         ({"x_train": np.array(["a", "b"]), "y_train": np.zeros(2, int)}, "data.not_numbers", ""),
-        ({"x_train": np.array([{}, {}]), "y_train": np.zeros(2, int)}, "data.unreadable", ""),
+        ({"x_train": np.array([{}, {}]), "y_train": np.zeros(2, int)}, "data.not_npz", ""),
         (
             {"x_train": np.zeros((2, 3, 9, 3), np.uint8), "y_train": np.zeros(2, int)},
             "data.ambiguous_channels",

@@ -131,5 +131,5 @@ def test_the_end_of_a_text_is_held_out_and_numbered_alike(tmp_path):
     file.write_bytes(b"\xff\xfe")
     with raises(DataError, "data.unreadable"):
         load_characters(file)
-    with raises(DataError, "data.window"):
+    with raises(DataError, "argument.invalid"):
         load_characters(file, length=0)

@@ -14,7 +14,6 @@ from gradkeep.datamodels import (
     Study,
     Training,
     confidences,
-    correct,
     draw_masks,
     losses,
     margins,
@@ -324,7 +323,6 @@ def test_outputs_are_what_their_names_say():
     np.testing.assert_allclose(margins(examples)(model), [1.0, -3.0])
     np.testing.assert_allclose(confidences(examples)(model), probability, rtol=1e-6)
     np.testing.assert_allclose(losses(examples)(model), -probability.log(), rtol=1e-6)
-    np.testing.assert_allclose(correct(examples)(model), [1.0, 0.0])
     assert margins(examples, dtype="float16")(model).dtype == np.float16
 
 

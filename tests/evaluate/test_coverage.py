@@ -46,13 +46,13 @@ def test_intervals_cover_the_truth(lines, what):
 
 def test_fewer_than_three_seeds_have_no_interval_and_one_is_refused(world):
     scores = gk.attribute(world, method="kernel")
-    with raises(EvaluationError, "evaluate.few_seeds", fix="seeds="):
+    with raises(EvaluationError, "argument.invalid", mentions="at least 2"):
         evaluate.verify_rows([1, 2], recipe(), scores=scores, seeds=1, workers=0)
-    with raises(EvaluationError, "evaluate.few_seeds", fix="seeds="):
+    with raises(EvaluationError, "argument.invalid", mentions="at least 2"):
         evaluate.removal_curve(scores, recipe(), sizes=[4], seeds=1, workers=0)
-    with raises(EvaluationError, "evaluate.few_seeds", fix="seeds="):
+    with raises(EvaluationError, "argument.invalid", mentions="at least 2"):
         evaluate.check_removal(scores, [1, 2], recipe(), seeds=1, workers=0)
-    with raises(EvaluationError, "evaluate.few_seeds", fix="seeds="):
+    with raises(EvaluationError, "argument.invalid", mentions="at least 2"):
         gk.groups(scores, 3, recipe=recipe(), seeds=1, workers=0)
     two = evaluate.verify_rows([1, 2], recipe(), scores=scores, seeds=2, workers=0)
     assert two.interval is None

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_LONGEST = 2048
 _TEXT_FIELDS = ("approximate", "solved")
 """Texts that each part returns with its scores."""
 
@@ -88,11 +87,11 @@ def compute_scores_by_workers(
     blocks = split_blocks(queries, max(least, count_workers(workers, engine)))
     size = len(blocks[0])
     arrays = (
-        Array("values", "float32", (*shape[:-2], size, rows)),
-        Array("confidence", "float32", (size,), nan="keep"),
-        *(Array(name, "uint8", (_LONGEST,)) for name in _TEXT_FIELDS),
+        Array("values", "float32", (*shape[:-2], rows), kind="data", ragged=True),
+        Array("confidence", "float32", kind="data", ragged=True, nan="keep"),
+        *(Array(name, "uint8", kind="text", ragged=True) for name in _TEXT_FIELDS),
     )
-    job = _ScoreJob(question.store.location, tuple(ids[block] for block in blocks), arguments, size)
+    job = _ScoreJob(question.store.location, tuple(ids[block] for block in blocks), arguments)
 
     def report_progress(progress: Progress) -> None:
         if report is not None:
@@ -114,14 +113,10 @@ def compute_scores_by_workers(
     values = zeros_on_disk_or_in_memory(shape)
     several = len(question.checkpoints) > 1
     confidence = np.empty(queries, np.float32)
-    for number, block in enumerate(blocks):
-        here = slice(block.start, block.stop)
-        values[..., here, :] = parts["values"][number][..., : len(block), :]
-        confidence[here] = parts["confidence"][number][: len(block)]
-    approximate, solved = (
-        parts[name][0].tobytes().rstrip(b"\0").decode("utf-8", "replace") or None
-        for name in _TEXT_FIELDS
-    )
+    for block, part, agreement in zip(blocks, parts["values"], parts["confidence"], strict=True):
+        values[..., block.start : block.stop, :] = np.swapaxes(part, 0, -2)
+        confidence[block.start : block.stop] = agreement
+    approximate, solved = (parts[name].texts()[0] or None for name in _TEXT_FIELDS)
     return ComputedScores(values, confidence if several else None, approximate, solved)
 
 
@@ -132,7 +127,6 @@ class _ScoreJob:
     store: str
     blocks: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
     arguments: Mapping[str, Any]
-    size: int
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Score the queries of these blocks."""
@@ -141,24 +135,13 @@ class _ScoreJob:
     def _score_block(self, number: int) -> dict[str, Any]:
         scores = attribute(self.store, ids=self.blocks[number], **self.arguments)
         values = scores.values if scores.per_layer is None else scores.per_layer
-        missing = self.size - values.shape[-2]
-        whole = np.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, missing), (0, 0)])
-        confidence = (
-            np.zeros(len(values[..., 0].T)) if scores.confidence is None else scores.confidence
-        )
+        confidence = scores.confidence
+        texts = {name: (getattr(scores, name) or "").encode() for name in _TEXT_FIELDS}
         return {
-            "values": whole.astype(np.float32),
-            "confidence": np.pad(np.asarray(confidence, np.float32), (0, missing)),
-            **{name: _as_bytes(getattr(scores, name)) for name in _TEXT_FIELDS},
+            "values": np.swapaxes(values, 0, -2),  # rows of queries
+            "confidence": np.zeros(len(scores), np.float32) if confidence is None else confidence,
+            **{name: np.frombuffer(text, np.uint8) for name, text in texts.items()},
         }
-
-
-def _as_bytes(text: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Write a text to the beginning of an array of fixed length."""
-    encoded = np.zeros(_LONGEST, np.uint8)
-    content = (text or "").encode()[:_LONGEST]
-    encoded[: len(content)] = np.frombuffer(content, np.uint8)
-    return encoded
 
 
 _TILE = 256 << 20

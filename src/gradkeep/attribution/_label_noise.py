@@ -172,24 +172,15 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
 
 def validate_probabilities(probabilities: Any) -> AnyArray:
     """Return probabilities as float64 `[N, C]`; raise unless rows sum to one."""
-    if isinstance(probabilities, torch.Tensor):
-        probabilities = probabilities.detach().cpu().numpy()
-    try:
-        p = np.asarray(probabilities, np.float64)
-    except (TypeError, ValueError) as error:
-        raise AttributionError(
-            "probabilities must be numbers",
-            code="attribute.wrong_probabilities",
-            found=type(probabilities).__name__,
-            expected="[N, C]",
-        ) from error
-    if p.ndim != 2 or not p.size:
-        raise AttributionError(
-            "probabilities must have one row per sample and one column per class",
-            code="attribute.wrong_probabilities",
-            found=f"shape {p.shape}",
-            expected="[N, C]",
-        )
+    p = _arguments.array(
+        "probabilities",
+        probabilities,
+        error=AttributionError,
+        shape=("N", "C"),
+        code="attribute.wrong_probabilities",
+    ).astype(np.float64)
+    if not p.size:
+        raise AttributionError("there are no probabilities", code="attribute.wrong_probabilities")
     if not np.isfinite(p).all() or p.min() < 0 or np.abs(p.sum(1) - 1).max() > 0.02:
         raise AttributionError(
             "the rows are not probabilities",
@@ -204,15 +195,14 @@ def validate_probabilities(probabilities: Any) -> AnyArray:
 def validate_labels(labels: Any, rows: int, classes: int) -> AnyArray:
     """Return labels as int64 `[N]`; raise unless there is one class for each row."""
     classes_of_rows = _arguments.array(
-        "labels", labels, error=AttributionError, expected="one class a row"
+        "labels",
+        labels,
+        error=AttributionError,
+        kinds="iu",
+        expected="one class a row",
+        shape=(rows,),
+        code="attribute.wrong_labels",
     )
-    if classes_of_rows.shape != (rows,) or classes_of_rows.dtype.kind not in "iu":
-        raise AttributionError(
-            "every row needs one label",
-            code="attribute.wrong_labels",
-            found=f"{classes_of_rows.dtype} of shape {classes_of_rows.shape}",
-            expected=f"integers of shape ({rows},)",
-        )
     if classes_of_rows.min() < 0 or classes_of_rows.max() >= classes:
         raise AttributionError(
             "a label is not a class",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
+from gradkeep._arguments import one_of
 from gradkeep._display import ResultTable, TableDisplay
 from gradkeep.attribution._question import Method
 from gradkeep.attribution.scorers import ALL
@@ -100,15 +100,8 @@ def unregister_method(name: str) -> None:
 
 def find_method(name: str) -> Method:
     """Return the method of that name; raise with similar names if there is none."""
-    if name in _METHODS:
-        return _METHODS[name]
-    near = difflib.get_close_matches(name, _METHODS, n=2, cutoff=0.3)
-    raise AttributionError(
-        f"there is no method {name!r}",
-        code="attribute.unknown_method",
-        expected=", ".join(_METHODS),
-        fix=f"Did you mean {' or '.join(near)}?" if near else "List them with gk.methods().",
-    )
+    one_of("method", name, _METHODS, error=AttributionError, code="attribute.unknown_method")
+    return _METHODS[name]
 
 
 def holds_sequences(schema: Schema) -> bool:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import PositiveInt, checked
 from gradkeep._display import ResultTable, TableDisplay
-from gradkeep._environment import install_hint
+from gradkeep._environment import import_extra
 from gradkeep._ranks import ranks
 from gradkeep.attribution._question import (
     zeros_on_disk_or_in_memory,
 )
 from gradkeep.attribution._saved_scores import load_scores, save_scores
-from gradkeep.errors import AttributionError, MissingExtraError
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -363,16 +363,13 @@ class Scores:
 
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame` with a row per query id and a column per training id."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("data frames need pandas", fix=install_hint("sql")) from error
+        pandas = import_extra("pandas", extra="sql", what="a data frame")
         rows = pandas.Index(self.query_ids, name="query")
         columns = pandas.Index(self.train_ids, name="train")
         return pandas.DataFrame(self.values, index=rows, columns=columns)
 
     @checked(AttributionError)
-    def to_arrow(self, *, k: int | None = None) -> Any:
+    def to_arrow(self, *, k: PositiveInt | None = None) -> Any:
         """Return a `pyarrow.Table` of query, train and score.
 
         Args:
@@ -381,12 +378,7 @@ class Scores:
         Returns:
             The table.
         """
-        if k is not None:
-            _arguments.count("k", k, error=AttributionError, least=1)
-        try:
-            import pyarrow
-        except ImportError as error:
-            raise MissingExtraError("Arrow tables need pyarrow", fix=install_hint("sql")) from error
+        pyarrow = import_extra("pyarrow", extra="sql", what="an Arrow table")
         count = len(self.train_ids) if k is None else min(k, len(self.train_ids))
         parts = []
         for query, row in zip(self.query_ids, self.values, strict=True):
@@ -396,7 +388,7 @@ class Scores:
         return pyarrow.Table.from_batches(parts)
 
     @checked(AttributionError)
-    def plot(self, *, query: int, k: int = 10) -> Any:
+    def plot(self, *, query: int, k: PositiveInt = 10) -> Any:
         """Plot the rows that helped and harmed a query most.
 
         Args:
@@ -406,16 +398,12 @@ class Scores:
         Returns:
             A `matplotlib` figure.
         """
-        _arguments.count("k", k, error=AttributionError, least=1)
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError("plots need matplotlib", fix=install_hint("remat")) from error
+        matplotlib = import_extra("matplotlib.figure", extra="remat", what="a plot")
         row = self.of(query)
         order = np.argsort(-row, kind="stable")
         order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])
         values = row[order]
-        figure = Figure(figsize=(6.4, 0.25 * len(order) + 1), layout="constrained")
+        figure = matplotlib.Figure(figsize=(6.4, 0.25 * len(order) + 1), layout="constrained")
         axes = figure.subplots()
         axes.barh(np.arange(len(order)), values, color=np.where(values > 0, "#2b6cb0", "#c05621"))
         names = [f"{self.train} {number}" for number in self.train_ids[order]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import PositiveInt, checked
 from gradkeep._display import text_table
 from gradkeep._preview import Preview, ShownRow, row_from_texts
 from gradkeep.errors import AttributionError, GradkeepError
@@ -90,7 +90,7 @@ class ShownScores:
 
 @checked(AttributionError)
 def show(
-    scores: Scores, *, query: Any = None, k: int = 5, preview: Preview | None = None
+    scores: Scores, *, query: Any = None, k: PositiveInt = 5, preview: Preview | None = None
 ) -> ShownScores:
     """Show the `k` rows that helped and harmed a query most.
 
@@ -119,7 +119,6 @@ def show(
         helped      2            +3  a fox
         harmed      1            -2  a dog
     """
-    _arguments.count("k", k, error=AttributionError, least=1)
     if query is None:
         query_ids = scores.query_ids[:3]
     else:

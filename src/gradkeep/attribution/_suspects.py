@@ -238,14 +238,10 @@ def _by_probabilities(probabilities: Any, labels: Any, ids: Any, by: SuspicionMe
             expected=f"[{len(p)}]",
         )
     own = validate_labels(labels, *p.shape)
-    numbers = np.arange(len(own))
+    numbers: AnyArray = np.arange(len(own))
     if ids is not None:
-        numbers = whole_numbers("ids", ids, error=AttributionError)
-    if len(numbers) != len(own):
-        raise AttributionError(
-            "every row needs one id",
-            code="attribute.wrong_ids",
-            found=f"{len(numbers)} ids for {len(own)} rows",
+        numbers = whole_numbers(
+            "ids", ids, error=AttributionError, length=len(own), code="attribute.wrong_ids"
         )
     noise = label_noise(p, own, held_out=True)
     if by == "self" or (by == "noise" and noise is None):

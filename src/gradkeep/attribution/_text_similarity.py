@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
-from gradkeep._environment import install_hint
+from gradkeep._arguments import Limits, checked
+from gradkeep._environment import import_extra
 from gradkeep.attribution._scores import Scores
-from gradkeep.errors import AttributionError, MissingExtraError
+from gradkeep.errors import AttributionError
 
 Texts = Sequence[str] | Sequence[Sequence[int]]
 """Texts, or the ids of their tokens."""
@@ -22,7 +22,7 @@ def text_similarity(
     queries: Texts,
     train: Texts,
     *,
-    words: int = 2,
+    words: Annotated[int, Limits(least=1, most=8)] = 2,
     how: Literal["tfidf", "bm25"] = "tfidf",
     query_ids: Any = None,
     train_ids: Any = None,
@@ -52,7 +52,6 @@ def text_similarity(
         >>> scores.top(1, query=0).ids.tolist()
         [1]
     """
-    _arguments.count("words", words, error=AttributionError, least=1, most=8)
     sides = [_split(name, texts) for name, texts in (("queries", queries), ("train", train))]
     if not any(sides[1]):
         raise AttributionError(
@@ -75,33 +74,22 @@ def text_similarity(
 def _ids(name: str, passed: Any, count: int) -> Any:
     if passed is None:
         return np.arange(count)
-    ids = _arguments.whole_numbers(name, passed, error=AttributionError)
-    if len(ids) != count:
-        raise AttributionError(
-            f"{name} must have one id for each text",
-            code="attribute.wrong_ids",
-            found=f"{len(ids)} ids for {count} texts",
-        )
-    return ids
+    return _arguments.whole_numbers(
+        name, passed, error=AttributionError, length=count, code="attribute.wrong_ids"
+    )
 
 
 def _cosines(queries: list[list[str]], train: list[list[str]]) -> Any:
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError as error:
-        raise MissingExtraError(
-            "similarity of texts needs scikit-learn", fix=install_hint("demo")
-        ) from error
-    counter = TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
+    text = import_extra(
+        "sklearn.feature_extraction.text", extra="demo", what="the similarity of texts"
+    )
+    counter = text.TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
     rows = counter.fit_transform(train)
     return (counter.transform(queries) @ rows.T).toarray().astype(np.float32)
 
 
 def _okapi(queries: list[list[str]], train: list[list[str]]) -> Any:
-    try:
-        import bm25s
-    except ImportError as error:
-        raise MissingExtraError("BM25 needs bm25s", fix=install_hint("text")) from error
+    bm25s = import_extra("bm25s", extra="text", what="BM25")
     index = bm25s.BM25()
     index.index(train, show_progress=False)
     vocabulary = {word for row in train for word in row}

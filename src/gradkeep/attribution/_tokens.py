@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, checked
 from gradkeep.attribution._attribute import describe_compression
 from gradkeep.attribution._question import build_question, options_for
 from gradkeep.attribution._registry import default_method, find_method
@@ -96,7 +95,7 @@ class TokenScores:
         return tokens
 
     @checked(AttributionError)
-    def top(self, k: int, *, query: int, row: int) -> list[tuple[int, float]]:
+    def top(self, k: NonNegativeInt, *, query: int, row: int) -> list[tuple[int, float]]:
         """Return the tokens of a row with the largest contributions.
 
         Args:
@@ -107,7 +106,6 @@ class TokenScores:
         Returns:
             (position, contribution), the largest first.
         """
-        _arguments.count("k", k, error=AttributionError)
         contributions = self.of(query, row)
         order = np.argsort(-contributions, kind="stable")[:k]
         return [(int(place), float(contributions[place])) for place in order]

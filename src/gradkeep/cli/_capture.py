@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import time
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from gradkeep import _arguments
-from gradkeep._arguments import one_of, short_repr
+from gradkeep._arguments import PositiveInt, one_of, short_repr
+from gradkeep._config_file import parse_config
 from gradkeep.cli._inputs import import_object, input_text
 from gradkeep.cli._options import Bytes, JsonOption, WorkerOptions, print_json
 from gradkeep.errors import CaptureError
@@ -58,7 +58,7 @@ class CaptureConfig:
     uncovered: Literal["dense", "error", "skip"] = "dense"
     mode: str = "eval"
     embeddings: str | Sequence[str] = ()
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     memory_budget: Any = None
     device: str = "cpu"
     folder: Path = Path()
@@ -66,7 +66,6 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         _arguments.check_fields(self, CaptureError)
         _arguments.text("store", self.store, error=CaptureError)
-        _arguments.count("batch_size", self.batch_size, error=CaptureError, least=1)
 
     def build_model(self) -> nn.Module:
         """Build the model on its device."""
@@ -172,46 +171,16 @@ class CaptureConfig:
 
 def read_config(path: str) -> CaptureConfig:
     """Read and validate a YAML file; errors about unknown keys suggest known ones."""
-    import yaml
-
-    file = Path(path)
-    text = input_text(path, error=CaptureError)
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a day of month 13
-        raise CaptureError(
-            "invalid YAML", code="cli.invalid_yaml", path=path, found=str(error)
-        ) from error
-    except RecursionError:
-        raise CaptureError(
-            "invalid YAML: nested too deeply", code="cli.invalid_yaml", path=path
-        ) from None
-    if not isinstance(content, Mapping):
-        kind = type(content).__name__
-        raise CaptureError(
-            "the configuration must be a mapping",
-            code="cli.config_not_a_mapping",
-            path=path,
-            found=kind,
-        )
-    content = dict(content)
+    content = parse_config(input_text(path, error=CaptureError), path=path, error=CaptureError)
     known = [part.name for part in fields(CaptureConfig) if part.name != "folder"]
     for key in content:
-        if key not in known:
-            near = difflib.get_close_matches(str(key)[:80], known, n=2)
-            raise CaptureError(
-                f"unknown key {short_repr(key)}",
-                code="cli.config_unknown_key",
-                path=path,
-                expected=", ".join(known),
-                fix=f"did you mean {' or '.join(near)}?" if near else None,
-            )
+        one_of("a key", key, known, error=CaptureError, code="cli.config_unknown_key", path=path)
     missing = [key for key in ("store", "model", "data") if key not in content]
     if missing:
         raise CaptureError(
             f"the key {missing[0]!r} is missing", code="cli.config_missing_key", path=path
         )
-    return CaptureConfig(**content, folder=file.resolve().parent)
+    return CaptureConfig(**content, folder=Path(path).resolve().parent)
 
 
 def first_batch(loader: DataLoader[Any]) -> Any:

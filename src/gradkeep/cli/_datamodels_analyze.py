@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._arguments import one_of
 from gradkeep._display import pick_fields
 from gradkeep.cli._datamodels import NameOption, open_models
 from gradkeep.cli._inputs import input_file, input_text, load_object
@@ -167,10 +168,7 @@ def analyze(
     import gradkeep.store as stores
     from gradkeep import datamodels
 
-    if what not in (*_FITTED, *_TRAINED):
-        raise DatamodelsError(
-            "unknown analysis", code="cli.unknown_analysis", found=what, expected=_ANALYSES
-        )
+    one_of("WHAT", what, (*_FITTED, *_TRAINED), error=DatamodelsError, code="cli.unknown_analysis")
     opened = open_models(store)
     chosen = None if targets is None else parse_numbers("targets", targets, error=DatamodelsError)
     analyses: dict[str, Callable[[], Any]]

@@ -24,7 +24,7 @@ from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtraError
 from gradkeep.evaluate import Recipe, ground_truth, judge_methods
-from gradkeep.evaluate._evaluation import format_interval
+from gradkeep.evaluate._intervals import format_interval
 from gradkeep.store import LocalDisk, verify
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def hold_against_retraining(
     judged = judge_methods(
         store, truth, methods=other_methods, extra_scores=captured_scores, hybrid_of_best=False
     )
-    evaluations = [one.evaluation for one in judged.methods if one.evaluation is not None]
+    evaluations = [one.evaluation for one in judged.methods]
     save_evaluations(store, evaluations, ResultOptions())
     texts = [
         f"{one.name} {figure.value:.2f} {format_interval(figure.interval, '.2f')}"

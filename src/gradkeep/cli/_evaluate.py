@@ -116,7 +116,6 @@ def lds(
 
     opened = gk.open(store, create=False)
     judgement = _judge(opened, method, truth, captures, quiet=result.json)
-    judged = [one for one in judgement.methods if one.evaluation is not None]
     names = _save_judgement(opened, judgement, result)
     if not result.json:
         return
@@ -127,8 +126,7 @@ def lds(
             "method": one.name,
             "saved": name,
         }
-        for one, name in zip(judged, names, strict=True)
-        if one.evaluation is not None
+        for one, name in zip(judgement.methods, names, strict=True)
     ]
     refused = {one.name: one.refused for one in judgement.refused}
     print_json({"truth": judgement.truth.name, "methods": fields, "refused": refused})
@@ -341,11 +339,10 @@ def _judge(
 
 def _save_judgement(store: Store, judgement: Judgement, result: ResultOptions) -> list[str | None]:
     """Save the evaluations of all methods, and print them unless JSON is wanted."""
-    evaluations = [one.evaluation for one in judgement.methods if one.evaluation is not None]
+    evaluations = [one.evaluation for one in judgement.methods]
     names = save_evaluations(store, evaluations, result)
     if not result.json:
         print(judgement)
-        assert judgement.best.evaluation is not None
         print(judgement.truth.to_halve(judgement.best.evaluation))
         print_saved_names(names)
     return names

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._arguments import check_fields, checked
-from gradkeep._environment import install_hint
-from gradkeep.errors import DataError, MissingExtraError
+from gradkeep._arguments import Limits, NonNegativeInt, check_fields, checked, one_of
+from gradkeep._environment import import_extra
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,21 +40,9 @@ def known_name(
     *,
     noun: str,
     path: str | os.PathLike[str] | None = None,
-    fix: str | None = None,
 ) -> str:
     """Return the name if it is known; else raise with similar names. `noun` describes it."""
-    names = list(known)
-    if isinstance(name, str) and name in names:
-        return name
-    near = difflib.get_close_matches(str(name)[:200], names, n=3, cutoff=0.4)
-    raise DataError(
-        f"unknown {noun}",
-        code="data.unknown_name",
-        path=path,
-        found=_arguments.short_repr(name),
-        expected=", ".join(near or names),
-        fix=fix,
-    )
+    return one_of(f"the {noun}", name, known, error=DataError, code="data.unknown_name", path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +50,10 @@ class Scaling:
     """Convert bytes to float32: divide by 255, subtract `mean`, divide by `std`, per channel."""
 
     mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
+    std: tuple[Annotated[float, Limits(above=0)], ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        for value in (*_numbers("mean", self.mean), *_numbers("std", self.std)):
-            _arguments.number("mean or std", value, error=DataError)
-        for value in self.std:
-            _arguments.number("std", value, error=DataError, above=0)
+        check_fields(self, DataError)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Scale pixels `[..., C, H, W]`."""
@@ -77,11 +61,6 @@ class Scaling:
 
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         return (pixels.to(torch.float32) / 255 - mean) / std
-
-
-def _numbers(name: str, values: object) -> tuple[float, ...]:
-    kinds: tuple[type[tuple[float, ...]], ...] = (tuple,)
-    return _arguments.instance(name, values, kinds, error=DataError, expected="a tuple of numbers")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,7 +230,9 @@ class Digits:
 
 
 @checked(DataError)
-def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
+def load_digits(
+    *, wrong_labels: Annotated[float, Limits(least=0, most=1)] = 0.0, seed: NonNegativeInt = 0
+) -> Digits:
     """Load the digits of scikit-learn, with a share of the training labels replaced by wrong ones.
 
     Args:
@@ -269,13 +250,8 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
         >>> digits.train_images.shape, int(digits.planted.sum())
         ((1437, 64), 115)
     """
-    _arguments.number("wrong_labels", wrong_labels, error=DataError, least=0, most=1)
-    _arguments.count("seed", seed, error=DataError)
-    try:
-        import sklearn.datasets
-    except ImportError as error:
-        raise MissingExtraError("the digits need scikit-learn", fix=install_hint("demo")) from error
-    data = sklearn.datasets.load_digits()
+    datasets = import_extra("sklearn.datasets", extra="demo", what="the set of digits")
+    data = datasets.load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(data.target))
     images = (data.data[order] / 16).astype(np.float32)

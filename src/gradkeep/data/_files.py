@@ -154,24 +154,22 @@ def read_npz(
     path: str | os.PathLike[str], *names: str, optional: Sequence[str] = ()
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Read the named arrays; optional ones may be missing."""
-    if not zipfile.is_zipfile(path):
-        raise DataError(
-            "the file is not a complete .npz archive",
-            code="data.not_npz",
-            path=path,
-            fix="Check the path, or copy the file again.",
-        )
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy leaves a broken archive open.
+        with open(path, "rb") as source, np.load(source, allow_pickle=False) as file:
             for name in names:
                 known_name(name, file.files, noun="array in the file", path=path)
             present = [*names, *(name for name in optional if name in file.files)]
             return {name: file[name] for name in present}
     except DataError:
         raise
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
-            "the .npz file cannot be read", code="data.unreadable", path=path, found=error
+            "the file is not a complete .npz archive",
+            code="data.not_npz",
+            path=path,
+            found=error,
+            fix="Check the path, or copy the file again.",
         ) from error
 
 
@@ -385,14 +383,6 @@ def _pickled(path: Path) -> Arrays:
             path=path,
             found=", ".join(sorted(map(str, batch))) or "an empty dictionary",
             expected=f"data [N, {_PIXELS}] and a list of labels",
-        )
-    if len(labels) != len(data):
-        raise DataError(
-            "the number of labels differs from the number of rows",
-            code="data.label_count",
-            path=path,
-            found=f"{len(labels)} labels",
-            expected=len(data),
         )
     return data.reshape(-1, *_SHAPE), np.array(labels, np.int64)
 

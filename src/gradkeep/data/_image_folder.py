@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep._arguments import checked
-from gradkeep._environment import install_hint
+from gradkeep._arguments import PositiveInt, checked
+from gradkeep._environment import import_extra
 from gradkeep.data._examples import Scaling, check_name
-from gradkeep.errors import DataError, MissingExtraError
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +79,8 @@ def load_image_folder(
     path: str | os.PathLike[str],
     *,
     split: str = "train",
-    resize: int | None = None,
-    crop: int | None = None,
+    resize: PositiveInt | None = None,
+    crop: PositiveInt | None = None,
     normalise: bool = True,
 ) -> ImageFolder:
     """Load images from `path/split/class/`, or from `path/class/` if there are no splits.
@@ -91,18 +91,7 @@ def load_image_folder(
     """
     import torch
 
-    try:
-        import PIL.Image  # noqa: F401 - raise here, not at the first image
-    except ImportError as error:
-        raise MissingExtraError("image folders need Pillow", fix=install_hint("images")) from error
-    for name, side in (("resize", resize), ("crop", crop)):
-        if side is not None and side < 1:
-            raise DataError(
-                f"{name} must be a number of pixels",
-                code="data.image_size",
-                found=side,
-                expected="at least 1",
-            )
+    import_extra("PIL.Image", extra="images", what="an image folder")
     top = _top(Path(path), split)
     folders = sorted(one for one in top.iterdir() if one.is_dir() and not _hidden(one.name))
     files: list[Path] = []

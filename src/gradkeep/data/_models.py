@@ -60,7 +60,7 @@ def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
         >>> sum(parameter.numel() for parameter in digits.parameters())
         85002
     """
-    key = known_name(str(name).lower(), _CLASSES, noun="model", fix="models() lists all names.")
+    key = known_name(str(name).lower(), _CLASSES, noun="model")
     module, kind = _CLASSES[key]
     built = getattr(importlib.import_module(f"gradkeep.data.{module}"), kind)
     known = {

@@ -9,12 +9,12 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, PositiveInt, checked
 from gradkeep.data._examples import Examples, check_labels, check_name, known_name, whole_labels
 from gradkeep.errors import DataError
 
@@ -136,7 +136,8 @@ class Texts:
     labels: torch.Tensor
     """`[N]`, int64"""
     classes: tuple[str, ...]
-    vocabulary: Vocabulary
+    vocabulary: Any
+    """The `Vocabulary`, or another tokenizer with `encode`."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -278,9 +279,9 @@ def load_characters(
     path: str | os.PathLike[str],
     *,
     split: str = "train",
-    length: int = 64,
-    stride: int | None = None,
-    held_out: float = 0.1,
+    length: PositiveInt = 64,
+    stride: PositiveInt | None = None,
+    held_out: Annotated[float, Limits(0, most=0.99)] = 0.1,
 ) -> Examples:
     """Load windows `[length]` of a UTF-8 text; the labels `[length]` are shifted by one character.
 
@@ -292,13 +293,6 @@ def load_characters(
 
     known_name(split, ("train", "test"), noun="split", path=path)
     stride = length if stride is None else stride
-    if length < 1 or stride < 1 or not 0 <= held_out < 1:
-        raise DataError(
-            "length, stride or held_out is out of range",
-            code="data.window",
-            found=f"length={length}, stride={stride}, held_out={held_out}",
-            expected="length and stride at least 1, held_out from 0 up to 1",
-        )
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

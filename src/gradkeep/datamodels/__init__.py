@@ -30,7 +30,6 @@ from gradkeep.datamodels._similarity import (
 )
 from gradkeep.datamodels._spec import Output as Output
 from gradkeep.datamodels._spec import confidences as confidences
-from gradkeep.datamodels._spec import correct as correct
 from gradkeep.datamodels._spec import losses, margins
 from gradkeep.datamodels._spec import output as output
 from gradkeep.datamodels._study import Study

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, NonNegativeInt, PositiveInt, checked
 from gradkeep._ranks import ranks
 from gradkeep.errors import DatamodelsError
 
@@ -71,9 +71,9 @@ def correlation(
     actual: AnyArray,
     *,
     kind: Literal["pearson", "spearman"] = "pearson",
-    level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
+    level: Annotated[float, Limits(above=0, most=0.9999)] = 0.95,
+    resamples: PositiveInt = 1000,
+    seed: NonNegativeInt = 0,
 ) -> Correlation:
     """Correlate predictions and outputs over models, with bootstrap intervals.
 
@@ -96,15 +96,6 @@ def correlation(
         >>> round(fitted.mean, 6), fitted.models
         (1.0, 20)
     """
-    if not 0 < level < 1:
-        raise DatamodelsError(
-            "level is a share between 0 and 1",
-            code="datamodels.level",
-            found=level,
-            expected="0.95",
-        )
-    _arguments.count("resamples", resamples, error=DatamodelsError, least=1)
-    _arguments.count("seed", seed, error=DatamodelsError)
     p, y = _two_dimensional(predicted), _two_dimensional(actual)
     if p.ndim != 2 or p.shape != y.shape or len(p) < 3:
         raise DatamodelsError(

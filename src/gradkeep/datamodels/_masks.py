@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, NonNegativeInt, PositiveInt, checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Masks:
         return self.dense(0, len(self)).view(np.bool_)
 
     @checked(DatamodelsError)
-    def dense(self, start: int, stop: int) -> AnyArray:
+    def dense(self, start: NonNegativeInt, stop: NonNegativeInt) -> AnyArray:
         """Unpack the masks of some models.
 
         Args:
@@ -136,13 +136,11 @@ class Masks:
         Returns:
             Zeros and ones, uint8 `[stop - start, n]`.
         """
-        _arguments.count("start", start, error=DatamodelsError)
-        _arguments.count("stop", stop, error=DatamodelsError)
         rows = np.ascontiguousarray(self.bits[start:stop])
         return np.unpackbits(rows, axis=1, count=self.num_examples, bitorder="little")
 
     @checked(DatamodelsError)
-    def blocks(self, most: int) -> Iterator[tuple[int, AnyArray]]:
+    def blocks(self, most: PositiveInt) -> Iterator[tuple[int, AnyArray]]:
         """Iterate over unpacked blocks of models.
 
         Args:
@@ -151,7 +149,6 @@ class Masks:
         Yields:
             The first model of each block, and its masks, uint8.
         """
-        _arguments.count("most", most, error=DatamodelsError, least=1)
         for start in range(0, len(self), most):
             yield start, self.dense(start, min(len(self), start + most))
 
@@ -185,7 +182,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
 
 @checked(DatamodelsError)
 def draw_masks(
-    seed: int,
+    seed: NonNegativeInt,
     indices: Sequence[int],
     *,
     num_examples: int,
@@ -238,12 +235,6 @@ def check_alpha(alpha: float, *, num_examples: int) -> None:
 
 
 def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
-    if seed < 0 or index < 0:
-        raise DatamodelsError(
-            "seeds and indices are at least 0",
-            code="datamodels.negative_seed",
-            found=f"seed {seed}, index {index}",
-        )
     return np.random.Philox(np.random.SeedSequence([seed, index, purpose]))
 
 
@@ -266,15 +257,15 @@ class PlantedData:
 
 @checked(DatamodelsError)
 def planted(
-    models: int,
-    examples: int,
-    targets: int,
+    models: PositiveInt,
+    examples: PositiveInt,
+    targets: PositiveInt,
     *,
-    alpha: float = 0.5,
-    large: int = 5,
-    tail: float = 0.02,
-    explained: float = 0.8,
-    seed: int = 0,
+    alpha: Annotated[float, Limits(least=0, most=1)] = 0.5,
+    large: NonNegativeInt = 5,
+    tail: Annotated[float, Limits(least=0)] = 0.02,
+    explained: Annotated[float, Limits(above=0, most=1)] = 0.8,
+    seed: NonNegativeInt = 0,
 ) -> PlantedData:
     """Generate outputs = masks . weights + bias + noise.
 
@@ -296,13 +287,6 @@ def planted(
         >>> data.masks.shape, data.outputs.shape, data.weights.shape
         ((100, 20), (100, 3), (20, 3))
     """
-    for name, value in (("models", models), ("examples", examples), ("targets", targets)):
-        _arguments.count(name, value, error=DatamodelsError, least=1)
-    for name, value in (("large", large), ("seed", seed)):
-        _arguments.count(name, value, error=DatamodelsError)
-    _arguments.number("alpha", alpha, error=DatamodelsError, least=0, most=1)
-    _arguments.number("tail", tail, error=DatamodelsError, least=0)
-    _arguments.number("explained", explained, error=DatamodelsError, above=0, most=1)
     rng = np.random.default_rng(seed)
     masks = rng.random((models, examples)) < alpha
     weights = rng.normal(0, tail, (examples, targets))

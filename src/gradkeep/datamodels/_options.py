@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import check_fields
+from gradkeep._arguments import Limits, PositiveInt, check_fields
 from gradkeep._budgets import format_bytes
 from gradkeep.datamodels._counts import pair_dtype
 from gradkeep.datamodels._masks import as_array
@@ -60,9 +60,9 @@ class FitOptions:
     """How a fit is solved, again and again as models are added: the checked options of `fit`."""
 
     penalty: Penalty
-    share: float
-    tolerance: float
-    max_steps: int
+    share: Annotated[float, Limits(above=0, most=1)]
+    tolerance: Annotated[float, Limits(above=0)]
+    max_steps: PositiveInt
     dtype: Literal["float32", "float64"]
     device: str
     memory_budget: int | None
@@ -71,18 +71,6 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, DatamodelsError)
-        if not 0 < self.share <= 1:
-            raise DatamodelsError(
-                "the share of L1 in an elastic net must be above 0 and at most 1",
-                code="datamodels.share",
-                found=self.share,
-            )
-        if not self.tolerance > 0 or self.max_steps < 1:
-            raise DatamodelsError(
-                "tolerance and max_steps must be positive",
-                code="datamodels.stopping",
-                found=f"{self.tolerance}, {self.max_steps}",
-            )
         if self.dtype == "float32" and self.tolerance < 1e-6:
             raise DatamodelsError(
                 "float32 cannot certify such a small gap",
@@ -275,7 +263,6 @@ def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> t
 
 def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
     """Which models are left out to choose the penalty: sorted rows, from a part or from ids."""
-    _arguments.count("seed", seed, error=DatamodelsError)
     if isinstance(held_out, float):
         if not 0 < held_out < 1:
             raise DatamodelsError(

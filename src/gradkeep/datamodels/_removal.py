@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._arguments import checked
+from gradkeep._arguments import PositiveInt, checked
 from gradkeep.datamodels._weights import checked_base, checked_ids
 from gradkeep.errors import DatamodelsError, EvidenceWarning
 
@@ -116,7 +116,7 @@ def verify_removals(
     retrain: Callable[[AnyArray, int], Any],
     *,
     base: Any = None,
-    repeats: int = 1,
+    repeats: PositiveInt = 1,
     control: bool = False,
     seed: int = 0,
 ) -> VerifiedRemovals:
@@ -145,11 +145,8 @@ def verify_removals(
         >>> verify_removals(fitted, [[0, 1], [2, 3, 4], [5]], real).correlation > 0.9
         True
     """
-    if repeats < 1 or len(removals) == 0:
-        raise DatamodelsError(
-            "verification needs at least a removal and one repeat",
-            code="datamodels.nothing_to_verify",
-        )
+    if not len(removals):
+        raise DatamodelsError("there are no removals", code="datamodels.nothing_to_verify")
     n, targets = fitted.weights.shape
     whole = checked_base(base, n)
     predictions = [counterfactual(fitted, removed, base=whole) for removed in removals]

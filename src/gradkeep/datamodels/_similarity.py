@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Neighbors:
 
 
 @checked(DatamodelsError)
-def neighbors(fitted: Datamodels, count: int = 10) -> Neighbors:
+def neighbors(fitted: Datamodels, count: PositiveInt = 10) -> Neighbors:
     """Find the targets with the most similar datamodels.
 
     Costs t^2 n operations, in blocks.
@@ -85,7 +84,6 @@ def neighbors(fitted: Datamodels, count: int = 10) -> Neighbors:
         >>> neighbors(fit(data.masks, data.outputs), 2).ids.shape
         (5, 2)
     """
-    _arguments.count("count", count, error=DatamodelsError, least=1)
     rows = unit_rows(fitted)
     count = min(count, len(rows) - 1)
     ids = np.empty((len(rows), count), np.int64)
@@ -216,7 +214,9 @@ class Components:
 
 
 @checked(DatamodelsError)
-def components(fitted: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
+def components(
+    fitted: Datamodels, count: PositiveInt = 10, *, extremes: NonNegativeInt = 5
+) -> Components:
     """Compute principal components of the targets' weights, each scaled to length 1.
 
     The sign of a component makes its largest example positive. Costs t n min(t, n).
@@ -240,8 +240,6 @@ def components(fitted: Datamodels, count: int = 10, *, extremes: int = 5) -> Com
 
 def principal(rows: AnyArray, count: int, extremes: int) -> Components:
     """Compute the principal components of any rows `[t, n]`."""
-    _arguments.count("count", count, error=DatamodelsError, least=1)
-    _arguments.count("extremes", extremes, error=DatamodelsError)
     centred = rows - rows.mean(axis=0)
     target_vectors, strength, example_vectors = np.linalg.svd(centred, full_matrices=False)
     count = min(count, len(strength))
@@ -277,7 +275,9 @@ class Clusters:
 
 
 @checked(DatamodelsError)
-def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
+def clusters(
+    fitted: Datamodels, count: int, *, near: PositiveInt = 10, seed: NonNegativeInt = 0
+) -> Clusters:
     """Cluster the targets spectrally: k-means on the eigenvectors of a nearest-neighbor graph.
 
     Costs t^2 n and t^3.
@@ -298,8 +298,6 @@ def clusters(fitted: Datamodels, count: int, *, near: int = 10, seed: int = 0) -
         >>> clusters(fit(data.masks, like), 2).labels.tolist()
         [0, 1, 0, 1, 0]
     """
-    _arguments.count("near", near, error=DatamodelsError, least=1)
-    _arguments.count("seed", seed, error=DatamodelsError)
     rows = unit_rows(fitted)
     t = len(rows)
     if not 1 <= count <= t:
@@ -379,7 +377,7 @@ class Comparison:
 
 @checked(DatamodelsError)
 def compare(
-    first: Datamodels, second: Datamodels, count: int = 5, *, extremes: int = 5
+    first: Datamodels, second: Datamodels, count: PositiveInt = 5, *, extremes: NonNegativeInt = 5
 ) -> Comparison:
     """Compare two classes of models by their datamodels of the same targets (ModelDiff).
 

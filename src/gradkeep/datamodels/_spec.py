@@ -299,20 +299,6 @@ def confidences(examples: Any, *, dtype: str = "float32") -> Output:
 
 
 @checked(DatamodelsError)
-def correct(examples: Any, *, dtype: str = "float32") -> Output:
-    """Record 1 where the correct class has the largest logit, otherwise 0, `[t]`.
-
-    Args:
-        examples: Inputs and labels of t examples.
-        dtype: Stored dtype.
-
-    Returns:
-        The output, for `Study(outputs=...)`.
-    """
-    return _of_logits(examples, correct_of, dtype)
-
-
-@checked(DatamodelsError)
 def output(
     of_model: Callable[[Any], Any], shape: tuple[int, ...] | int, *, dtype: str = "float32"
 ) -> Output:
@@ -362,11 +348,6 @@ def is_regression(labels: torch.Tensor) -> bool:
 def confidences_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Probabilities of the right class `[..., t]` from logits `[..., t, C]`."""
     return (-losses_of(logits, labels)).exp()
-
-
-def correct_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Hits `[..., t]` from logits `[..., t, C]`."""
-    return (logits.argmax(-1) == labels).float()
 
 
 def tensors(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import xxhash
 
 import gradkeep.store as stores
 from gradkeep import _arguments, farm
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, NonNegativeInt, PositiveInt, checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels._masks import Masks, Subsets, check_alpha, draw_masks
 from gradkeep.datamodels._removal import (
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 _RESERVED = ("checkpoint", "checkpoints", "run", "split")
 _RETRAINED = ".removals."
+NumModels = Annotated[int, Limits(1, most=2**31 - 1)]
 """Stands between a study's name and the digest of the masks that were trained beside it."""
 
 
@@ -96,22 +97,19 @@ class Study:
         dataset: Any,
         train_fn: Callable[[Any, int], Any],
         *,
-        num_models: int,
+        num_models: NumModels,
         outputs: Output | Mapping[str, Output],
         alpha: float = 0.5,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
         name: str = "study",
         subsets: Subsets = "fixed",
         keep_models: bool | Callable[[], Any] = False,
         stacked: bool | None = None,
-        repeats: int = 1,
+        repeats: PositiveInt = 1,
         memory_budget: float | str | None = None,
         facts: Mapping[str, str | int | float | bool] | None = None,
         begin: bool = True,
     ) -> None:
-        _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
-        _arguments.count("seed", seed, error=DatamodelsError)
-        _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         self.store = open_store(store)
         self.name = name
         data = load_dataset(dataset)
@@ -173,13 +171,12 @@ class Study:
         return farm.run(self.store, self.name, self.job, workers=workers, **options)
 
     @checked(DatamodelsError)
-    def grow(self, num_models: int) -> None:
+    def grow(self, num_models: NumModels) -> None:
         """Extend the study.
 
         Args:
             num_models: New number of models.
         """
-        _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
         self.rows.grow(num_models)
 
     def done(self) -> AnyArray:
@@ -398,7 +395,7 @@ class Study:
 
     @checked(DatamodelsError)
     def retrain(
-        self, masks: Any, *, output: str | None = None, repeats: int = 1, **options: Any
+        self, masks: Any, *, output: str | None = None, repeats: PositiveInt = 1, **options: Any
     ) -> AnyArray:
         """Train models on given masks.
 
@@ -414,7 +411,6 @@ class Study:
         Returns:
             Outputs `[K, repeats, *shape]`.
         """
-        _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         output, packed = self._output(output), Masks.of(masks)
         if packed.num_examples != self.job.num_examples:
             raise DatamodelsError(

@@ -10,12 +10,12 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import check_fields, checked
+from gradkeep._arguments import Limits, PositiveInt, check_fields, checked
 from gradkeep.datamodels._masks import Masks, Subsets, draw_masks, training_seed
 from gradkeep.datamodels._spec import is_regression, losses_of, tensors
 from gradkeep.errors import DatamodelsError, RematError
@@ -54,18 +54,15 @@ class Training:
     """
 
     model: Callable[[], torch.nn.Module]
-    epochs: int = 10
-    batch_size: int = 64
-    lr: float = 0.1
+    epochs: PositiveInt = 10
+    batch_size: PositiveInt = 64
+    lr: Annotated[float, Limits(0)] = 0.1
     optimizer: str | type[torch.optim.Optimizer] = "SGD"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, DatamodelsError)
-        _arguments.number("lr", self.lr, error=DatamodelsError, least=0)
         self._optimizer()
-        for name in ("epochs", "batch_size"):
-            _arguments.count(name, getattr(self, name), error=DatamodelsError, least=1)
 
     def __call__(self, subset: Any, seed: int) -> torch.nn.Module:
         """Train one model on the examples of `subset`."""

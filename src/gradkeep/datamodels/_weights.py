@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep.datamodels._fit import fit
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._options import checked_outputs, rows_left_out
@@ -42,7 +42,7 @@ class TopExamples:
 
 
 @checked(DatamodelsError)
-def top(fitted: Datamodels, count: int = 10, *, targets: Any = None) -> TopExamples:
+def top(fitted: Datamodels, count: PositiveInt = 10, *, targets: Any = None) -> TopExamples:
     """Find the most positive and most negative training examples of each target.
 
     Equal weights are ordered by id. Costs n log n per target.
@@ -65,7 +65,7 @@ def top(fitted: Datamodels, count: int = 10, *, targets: Any = None) -> TopExamp
     n, t = fitted.weights.shape
     chosen = np.arange(t) if targets is None else checked_ids("targets", targets, t)
     weights = fitted.weights[:, chosen].T.astype(np.float64)
-    count = min(_arguments.count("count", count, error=DatamodelsError, least=1), n)
+    count = min(count, n)
     return TopExamples(chosen, *_first(weights, count), *_negated(_first(-weights, count)))
 
 
@@ -180,15 +180,15 @@ def checked_base(base: Any, count: int) -> AnyArray:
     """Validate the mask of a training set; all True by default."""
     if base is None:
         return np.ones(count, np.bool_)
-    array = _arguments.array("base", base, error=DatamodelsError, expected="a mask")
-    if array.shape != (count,) or array.dtype != np.bool_:
-        raise DatamodelsError(
-            "a base must be the mask of one training set",
-            code="datamodels.base_mask",
-            found=f"{array.dtype} {list(array.shape)}",
-            expected=f"bool [{count}]",
-        )
-    return array
+    return _arguments.array(
+        "base",
+        base,
+        error=DatamodelsError,
+        kinds="b",
+        expected=f"the mask of one training set, bool [{count}]",
+        shape=(count,),
+        code="datamodels.base_mask",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +218,7 @@ def learning_curve(
     *,
     held_out: Any = 0.1,
     kind: Literal["pearson", "spearman"] = "pearson",
-    seed: int = 0,
+    seed: NonNegativeInt = 0,
     **options: Any,
 ) -> LearningCurve:
     """Fit growing numbers of models and predict the held-out ones.

@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import NonNegativeInt, PositiveInt, checked
 from gradkeep._ranks import rank_correlation
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._evaluation import (
-    Difference,
-    Evaluation,
-    SampleSizes,
-    compare,
-    digest_of,
-    evaluated,
-)
+from gradkeep.evaluate._evaluation import Difference, Evaluation, SampleSizes, compare, evaluated
+from gradkeep.evaluate._intervals import Level, digest_of
 from gradkeep.evaluate._lds import lds, provenance_of, subject_of
 
 if TYPE_CHECKING:
@@ -36,7 +30,9 @@ if TYPE_CHECKING:
 
 
 @checked(EvaluationError)
-def agreement(first: Scores, second: Scores, *, k: int = 10, level: float = 0.95) -> Evaluation:
+def agreement(
+    first: Scores, second: Scores, *, k: PositiveInt = 10, level: Level = 0.95
+) -> Evaluation:
     """Compute the mean over queries of the rank correlation of two scores of the same rows.
 
     The provenance contains the mean share of their `k` most helpful rows that both have. Cost: Q x N log N.
@@ -60,12 +56,11 @@ def agreement(first: Scores, second: Scores, *, k: int = 10, level: float = 0.95
         >>> agreement(one, one).value
         1.0
     """
-    _arguments.count("k", k, error=EvaluationError, least=1)
     return _agree([first, second], "agreement", k, level)
 
 
 @checked(EvaluationError)
-def stability(scores: Sequence[Scores], *, k: int = 10, level: float = 0.95) -> Evaluation:
+def stability(scores: Sequence[Scores], *, k: PositiveInt = 10, level: Level = 0.95) -> Evaluation:
     """Compute the agreement of scores of models that differ in their seeds: the mean over all pairs.
 
     Args:
@@ -79,7 +74,6 @@ def stability(scores: Sequence[Scores], *, k: int = 10, level: float = 0.95) -> 
     Raises:
         EvaluationError: There are fewer than two scores, or they have different queries or rows.
     """
-    _arguments.count("k", k, error=EvaluationError, least=1)
     if len(scores) < 2:
         raise EvaluationError(
             "stability needs the scores of at least two seeds",
@@ -123,8 +117,8 @@ def sanity_check(
     truth: GroundTruth,
     *,
     randomized: Scores | None = None,
-    level: float = 0.95,
-    seed: int = 0,
+    level: Level = 0.95,
+    seed: NonNegativeInt = 0,
 ) -> SanityCheck:
     """Compare scores with themselves shuffled, and with those of a random model.
 
@@ -141,7 +135,6 @@ def sanity_check(
     Returns:
         The evaluations and their difference.
     """
-    _arguments.count("seed", seed, error=EvaluationError)
     rng = np.random.default_rng(seed)
     values = rng.permuted(np.asarray(scores.values), axis=1)
     mixed = dataclasses.replace(scores, values=values, method=f"shuffled {scores.method}")
@@ -217,7 +210,7 @@ def _agree(scores: list[Scores], metric: str, k: int, level: float) -> Evaluatio
 
 
 @checked(EvaluationError)
-def leakage(scores: Scores, copies: Any, *, k: int = 1, level: float = 0.95) -> Evaluation:
+def leakage(scores: Scores, copies: Any, *, k: PositiveInt = 1, level: Level = 0.95) -> Evaluation:
     """Compute the share of queries whose copy among the training rows is one of the `k` most helpful; Q x N.
 
     Args:
@@ -238,14 +231,14 @@ def leakage(scores: Scores, copies: Any, *, k: int = 1, level: float = 0.95) -> 
         >>> leakage(scores, [0, 1, 2, 8]).value
         0.75
     """
-    _arguments.count("k", k, error=EvaluationError, least=1)
-    copy_ids = _arguments.whole_numbers("copies", copies, error=EvaluationError, least=-1)
-    if copy_ids.shape != scores.query_ids.shape:
-        raise EvaluationError(
-            "copies must have one training id for each query, or -1",
-            code="evaluate.wrong_copies",
-            found=f"{len(copy_ids)} for {len(scores.query_ids)} queries",
-        )
+    copy_ids = _arguments.whole_numbers(
+        "copies",
+        copies,
+        error=EvaluationError,
+        least=-1,
+        length=len(scores.query_ids),
+        code="evaluate.wrong_copies",
+    )
     with_copy = np.flatnonzero(copy_ids >= 0)
     unknown = np.setdiff1d(copy_ids[with_copy], scores.train_ids)
     if not len(with_copy) or len(unknown):
@@ -281,8 +274,8 @@ def class_retrieval(
     query_classes: Any = None,
     train_classes: Any = None,
     *,
-    k: int = 10,
-    level: float = 0.95,
+    k: PositiveInt = 10,
+    level: Level = 0.95,
 ) -> Evaluation:
     """Compute the share of the `k` most helpful rows of a query that have its class.
 
@@ -302,7 +295,6 @@ def class_retrieval(
     Raises:
         EvaluationError: There are no classes.
     """
-    _arguments.count("k", k, error=EvaluationError, least=1)
     query_labels = _classes("query", query_classes, scores.query_labels, len(scores.query_ids))
     train_labels = _classes("train", train_classes, scores.train_labels, len(scores.train_ids))
     k = min(k, len(train_labels))

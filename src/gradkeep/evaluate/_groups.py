@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, NonNegativeInt, PositiveInt, checked
 from gradkeep._display import TextDisplay
-from gradkeep._environment import install_hint
+from gradkeep._environment import import_extra
 from gradkeep.curvature._project import project
 from gradkeep.curvature._sketches import Projection
-from gradkeep.errors import EvaluationError, GradkeepError, MissingExtraError
+from gradkeep.errors import EvaluationError, GradkeepError
 from gradkeep.evaluate._lds import places_of
 from gradkeep.evaluate._removal import verify_rows
 from gradkeep.query import gradients
@@ -106,8 +106,8 @@ def groups(
     scores: Scores,
     query: Any = None,
     *,
-    count: int = 5,
-    most: int = 100,
+    count: PositiveInt = 5,
+    most: Annotated[int, Limits(_LEAST)] = 100,
     columns: Mapping[str, Sequence[Any]] | None = None,
     features: Any = None,
     recipe: Recipe | None = None,
@@ -138,8 +138,6 @@ def groups(
         EvaluationError: A query was not scored, or a column has the wrong length.
         MissingExtraError: scikit-learn is not installed.
     """
-    _arguments.count("count", count, error=EvaluationError, least=1)
-    _arguments.count("most", most, error=EvaluationError, least=_LEAST)
     query_positions = np.arange(len(scores.query_ids))
     if query is not None:
         ids = [query] if isinstance(query, int | np.integer) else query
@@ -213,15 +211,14 @@ def _cosines(rows: AnyArray) -> AnyArray:
 
 def _clusters(distances: AnyArray) -> AnyArray:
     """Return the cluster of each row, -1 for none."""
-    try:
-        from sklearn.cluster import HDBSCAN
-    except ImportError as error:
-        raise MissingExtraError("groups need scikit-learn", fix=install_hint("demo")) from error
+    cluster = import_extra("sklearn.cluster", extra="demo", what="a search for groups")
     if len(distances) < 2 * _LEAST:
         return np.full(len(distances), 0 if len(distances) >= _LEAST else -1)
     even = np.clip((distances + distances.T) / 2, 0, 2)
     np.fill_diagonal(even, 0)
-    labels = HDBSCAN(min_cluster_size=_LEAST, metric="precomputed", copy=True).fit_predict(even)
+    labels = cluster.HDBSCAN(min_cluster_size=_LEAST, metric="precomputed", copy=True).fit_predict(
+        even
+    )
     return np.asarray(labels)
 
 
@@ -360,7 +357,9 @@ def select_rows(scores: Scores, keep: float, *, kinds: Any = None) -> ChosenRows
 
 
 @checked(EvaluationError)
-def find_leaks(cosines: Scores, *, above: float = 0.95) -> ChosenRows:
+def find_leaks(
+    cosines: Scores, *, above: Annotated[float, Limits(least=-1, most=1)] = 0.95
+) -> ChosenRows:
     """Find training rows that are nearly copies of a query, by the cosine of their gradients.
 
     A row that is close to several queries is listed with the closest. Cost: Q x N.
@@ -375,7 +374,6 @@ def find_leaks(cosines: Scores, *, above: float = 0.95) -> ChosenRows:
     Raises:
         EvaluationError: The scores are not cosines.
     """
-    _arguments.number("above", above, error=EvaluationError, least=-1, most=1)
     values = np.asarray(cosines.values)
     if np.abs(values).max(initial=0) > 1 + 1e-3:
         raise EvaluationError(
@@ -441,6 +439,7 @@ class RowMap:
         return f"{len(self)}{part} rows by {self.of}: {count} clusters, {len(self.opposing)} pairs opposed"
 
 
+@checked(EvaluationError)
 def map_rows(
     store: Store | str | os.PathLike[str],
     *,
@@ -448,9 +447,9 @@ def map_rows(
     checkpoints: str | None = None,
     run: str = "main",
     name: str = "main",
-    clusters: int = 8,
-    most: int = 4000,
-    seed: int = 0,
+    clusters: PositiveInt = 8,
+    most: Annotated[int, Limits(2)] = 4000,
+    seed: NonNegativeInt = 0,
 ) -> RowMap:
     """Map rows of a capture by the directions of their gradients, with k-means clusters.
 
@@ -464,7 +463,6 @@ def map_rows(
     >>> map_rows(store, clusters=3).places.shape
     (12, 2)
     """
-    _check_settings(clusters, most, seed)
     opened = open_store(store, create=False)
     stored = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
     block, rows = stored.block, _sample(len(stored), most, seed)
@@ -475,8 +473,13 @@ def map_rows(
     return _build_map(low, block.ids[rows], labels, len(stored), of, clusters, seed)
 
 
+@checked(EvaluationError)
 def map_targets(
-    datamodels: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0
+    datamodels: Datamodels,
+    *,
+    clusters: PositiveInt = 8,
+    most: Annotated[int, Limits(2)] = 4000,
+    seed: NonNegativeInt = 0,
 ) -> RowMap:
     """Map targets of datamodels by the training examples that they depend on.
 
@@ -485,17 +488,10 @@ def map_targets(
     >>> map_targets(fit(data.masks, data.outputs), clusters=2).places.shape
     (6, 2)
     """
-    _check_settings(clusters, most, seed)
     weights = np.asarray(datamodels.weights.T)
     rows = _sample(len(weights), most, seed)
     of = f"datamodels of {datamodels.num_models} models"
     return _build_map(weights[rows], rows, None, len(weights), of, clusters, seed)
-
-
-def _check_settings(clusters: int, most: int, seed: int) -> None:
-    _arguments.count("clusters", clusters, error=EvaluationError, least=1)
-    _arguments.count("most", most, error=EvaluationError, least=2)
-    _arguments.count("seed", seed, error=EvaluationError)
 
 
 def _sample(total: int, most: int, seed: int) -> AnyArray:
@@ -550,12 +546,9 @@ def _principal(centered: AnyArray) -> tuple[AnyArray, AnyArray]:
 
 
 def _clustered(along: AnyArray, count: int, seed: int) -> AnyArray:
-    try:
-        from sklearn.cluster import KMeans
-    except ImportError as error:
-        raise MissingExtraError("clusters need scikit-learn", fix=install_hint("demo")) from error
+    cluster = import_extra("sklearn.cluster", extra="demo", what="a search for clusters")
     count = min(count, len(np.unique(along, axis=0)))
-    marks = KMeans(count, n_init=4, random_state=seed).fit_predict(along)
+    marks = cluster.KMeans(count, n_init=4, random_state=seed).fit_predict(along)
     sizes = np.bincount(marks, minlength=count)
     order = np.argsort(-sizes, kind="stable")
     places = np.empty(count, np.int64)

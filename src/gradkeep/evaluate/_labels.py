@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, PositiveInt, checked
 from gradkeep.attribution._suspects import Suspects, suspects
 from gradkeep.datamodels import confidences
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._evaluation import (
-    Curve,
-    Evaluation,
-    SampleSizes,
-    check_level,
-    digest_of,
-    draw_weights,
-    interval_of,
-)
+from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes
 from gradkeep.evaluate._groups import ChosenRows
+from gradkeep.evaluate._intervals import Level, digest_of, draw_weights, interval_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
 
 @checked(EvaluationError)
 def out_of_fold(
-    recipe: Recipe, *, store: Store, folds: int = 5, seeds: int = 1, **options: Any
+    recipe: Recipe, *, store: Store, folds: int = 5, seeds: PositiveInt = 1, **options: Any
 ) -> AnyArray:
     """Compute class probabilities of rows by models that were not trained on them.
 
@@ -60,7 +53,6 @@ def out_of_fold(
     """
     total, labels = recipe.num_rows, recipe.labels()
     _arguments.count("folds", folds, error=EvaluationError, least=2, most=total)
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     if labels is None or labels.dtype.kind not in "ui":
         raise EvaluationError(
             "out-of-fold probabilities need inputs and class labels",
@@ -168,8 +160,8 @@ def label_detection(
     *,
     ids: Any = None,
     subject: str | None = None,
-    level: float = 0.95,
-    resamples: int = 1000,
+    level: Level = 0.95,
+    resamples: Annotated[int, Limits(least=100, most=1000000)] = 1000,
 ) -> Evaluation:
     """Evaluate how well suspicion finds labels that are known to be wrong, by the area under the ROC curve.
 
@@ -197,8 +189,6 @@ def label_detection(
         >>> round(detection.value, 2), detection.sizes.rows, detection.curve.names
         (0.83, 50, ('precision', 'recall'))
     """
-    check_level(level)
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100, most=1_000_000)
     values, numbers, description = _suspicion(suspicion, ids)
     flipped = _flipped(wrong, numbers)
     num_wrong, total = int(flipped.sum()), len(flipped)
@@ -303,14 +293,10 @@ def _suspicion(suspicion: Any, ids: Any) -> tuple[AnyArray, AnyArray, str]:
             code="evaluate.wrong_suspicion",
             found=f"shape {list(values.shape)}",
         )
-    numbers = np.arange(len(values))
+    numbers: AnyArray = np.arange(len(values))
     if ids is not None:
-        numbers = _arguments.whole_numbers("ids", ids, error=EvaluationError)
-    if len(numbers) != len(values):
-        raise EvaluationError(
-            "every row needs one id",
-            code="evaluate.wrong_ids",
-            found=f"{len(numbers)} ids for {len(values)} rows",
+        numbers = _arguments.whole_numbers(
+            "ids", ids, error=EvaluationError, length=len(values), code="evaluate.wrong_ids"
         )
     return values, numbers, "passed suspicion"
 
@@ -318,13 +304,8 @@ def _suspicion(suspicion: Any, ids: Any) -> tuple[AnyArray, AnyArray, str]:
 def _flipped(wrong: Any, numbers: AnyArray) -> AnyArray:
     values = _arguments.array("wrong", wrong, error=EvaluationError)
     if values.dtype == bool:
-        if values.shape != numbers.shape:
-            raise EvaluationError(
-                "wrong must have one boolean per row, or be a list of ids",
-                code="evaluate.wrong_shape",
-                found=f"shape {list(values.shape)}",
-                expected=f"[{len(numbers)}]",
-            )
+        shape, code = numbers.shape, "evaluate.wrong_shape"
+        _arguments.array("wrong", wrong, error=EvaluationError, shape=shape, code=code)
         if not np.array_equal(numbers, np.sort(numbers)):
             raise EvaluationError(
                 "booleans need rows in the order of their ids",

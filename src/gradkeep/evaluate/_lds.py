@@ -22,8 +22,11 @@ from gradkeep.evaluate._evaluation import (
     Difference,
     Evaluation,
     SampleSizes,
-    check_level,
     compare,
+    evaluate_correlations,
+)
+from gradkeep.evaluate._intervals import (
+    Level,
     digest_of,
     format_interval,
     rank_correlations,
@@ -50,7 +53,7 @@ def lds(
     truth: GroundTruth,
     *,
     part: TruthPart = "reporting",
-    level: float = 0.95,
+    level: Level = 0.95,
 ) -> Evaluation:
     """Compute the linear datamodeling score, with an interval over queries and subsets.
 
@@ -83,7 +86,6 @@ def lds(
         >>> score.value > 0.95, score.sizes.subsets, score.interval[0] > 0.9
         (True, 20, True)
     """
-    check_level(level)
     truth.require_not_tuned(scores.chosen_on, part)
     places = match_queries(scores, truth)
     half = truth.part(part)
@@ -94,16 +96,16 @@ def lds(
     spread = spread_of(correlation.table)
     ceiling = truth.estimate_ceiling(part, places, level=level)
     defined = int(np.isfinite(correlation.items).sum())
-    return correlation.evaluation(
+    return evaluate_correlations(
+        correlation,
         "lds",
         subject_of(scores),
-        scores.query_ids,
+        item_ids=scores.query_ids,
         sizes=SampleSizes(queries=defined, subsets=len(actual), seeds=truth.seeds),
         truth=half.name,
         universe=universe,
         level=level,
-        ceiling=None if ceiling is None else ceiling.value,
-        ceiling_interval=None if ceiling is None else ceiling.interval,
+        ceiling=ceiling,
         spread_by_subsets=None if spread is None else math.sqrt(spread.by_columns),
         spread_by_queries=None if spread is None else math.sqrt(spread.by_rows),
         provenance=provenance_of(scores),
@@ -281,23 +283,30 @@ _HYBRID = "hybrid"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedMethod:
-    """Evaluation and cost of a method, or the reason why it could not be evaluated.
+    """Evaluation and cost of a method.
 
     Attributes:
         name: Name of the method.
         evaluation: Its LDS.
         cpu_seconds: CPU time of computing the scores from captures.
         bytes_per_row: Stored bytes per training row over all checkpoints, for methods that read gradients.
-        refused: Reason why it could not be evaluated.
         scores: Its scores.
     """
 
     name: str
-    evaluation: Evaluation | None
+    evaluation: Evaluation
     cpu_seconds: float
     bytes_per_row: float | None
-    refused: str | None = None
-    scores: Scores | None = None
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedMethod:
+    """A method that could not be evaluated, with the reason `refused`."""
+
+    name: str
+    refused: str
+    cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,7 +321,7 @@ class Judgement:
 
     truth: GroundTruth
     methods: tuple[JudgedMethod, ...]
-    refused: tuple[JudgedMethod, ...]
+    refused: tuple[RefusedMethod, ...]
 
     @property
     def best(self) -> JudgedMethod:
@@ -322,8 +331,6 @@ class Judgement:
     def against_best(self, name: str) -> Difference:
         """Compare the best method with another, query by query and subset by subset."""
         (other,) = [one for one in self.methods if one.name == name]
-        assert self.best.evaluation is not None
-        assert other.evaluation is not None
         return compare(self.best.evaluation, other.evaluation)
 
     def __str__(self) -> str:
@@ -337,7 +344,6 @@ class Judgement:
         )
         for one in self.methods:
             evaluation = one.evaluation
-            assert evaluation is not None
             share = "-" if evaluation.share is None else f"{evaluation.share:.0%}"
             size = "-" if one.bytes_per_row is None else f"{one.bytes_per_row:.0f}"
             cell = f"{evaluation.value:.3f} {format_interval(evaluation.interval)}"
@@ -363,9 +369,9 @@ def judge_methods(
     queries: str = "test",
     train: str = "train",
     ids: Any = None,
-    level: float = 0.95,
+    level: Level = 0.95,
     hybrid_of_best: bool = True,
-    report: Callable[[JudgedMethod], None] | None = None,
+    report: Callable[[JudgedMethod | RefusedMethod], None] | None = None,
 ) -> Judgement:
     """Compute the LDS of every method that the captures of a store support, baselines included.
 
@@ -392,48 +398,49 @@ def judge_methods(
     Raises:
         EvaluationError: No method could be evaluated.
     """
-    if report is not None:
-        _arguments.function("report", report, error=EvaluationError)
     opened = open_store(store, create=False)
     ground_truth = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
     about_queries = [one.name for one in all_methods() if one.about_queries]
     method_names = about_queries if methods is None else list(methods)
     where = {"queries": queries, "train": train, "run": run, "name": name, "ids": ids}
-    judged = []
+    done: list[JudgedMethod | RefusedMethod] = []
     for method in method_names:
         began = time.process_time()
         try:
             scores = score_method(opened, method, checkpoints=checkpoints, **where)
             took = time.process_time() - began
-            size = _bytes_per_row(opened, scores, train, name)
-            one = _judged(method, scores, ground_truth, level, took, size)
+            size = None if method in _BASELINES else _bytes_per_row(opened, scores, train, name)
+            evaluation = lds(scores, ground_truth, level=level)
+            done.append(JudgedMethod(method, evaluation, took, size, scores))
         except GradkeepError as error:
-            reason = str(error).splitlines()[0]
-            one = JudgedMethod(method, None, time.process_time() - began, None, reason)
-        judged.append(one)
+            done.append(
+                RefusedMethod(method, str(error).splitlines()[0], time.process_time() - began)
+            )
         if report is not None:
-            report(one)
+            report(done[-1])
     for label, scores in (extra_scores or {}).items():
-        judged.append(_judged(label, scores, ground_truth, level, 0.0, None))
+        evaluation = lds(scores, ground_truth, level=level)
+        done.append(JudgedMethod(label, evaluation, 0.0, None, scores))
         if report is not None:
-            report(judged[-1])
-    evaluated = [one for one in judged if one.evaluation is not None]
-    if not evaluated:
+            report(done[-1])
+    judged = [one for one in done if isinstance(one, JudgedMethod)]
+    refused = [one for one in done if isinstance(one, RefusedMethod)]
+    if not judged:
         raise EvaluationError(
             "no method could be evaluated",
             code="evaluate.no_methods",
-            found=judged[0].refused if judged else "no method",
+            found=refused[0].refused if refused else "no method",
         )
     if hybrid_of_best:
-        joined = _hybrid_of_best(evaluated, ground_truth, level)
-        judged.append(joined)
-        evaluated += [joined] if joined.evaluation is not None else []
+        joined = _hybrid_of_best(judged, ground_truth, level)
+        if isinstance(joined, JudgedMethod):
+            judged.append(joined)
+        else:
+            refused.append(joined)
         if report is not None:
             report(joined)
-    ordered = sorted(evaluated, key=_value, reverse=True)
-    return Judgement(
-        ground_truth, tuple(ordered), tuple(one for one in judged if one.evaluation is None)
-    )
+    judged.sort(key=lambda one: one.evaluation.value, reverse=True)
+    return Judgement(ground_truth, tuple(judged), tuple(refused))
 
 
 def score_method(
@@ -448,44 +455,25 @@ def score_method(
     return attribute(store, method=method, checkpoints=checkpoints, **where, **options)
 
 
-def _judged(
-    name: str, scores: Scores, truth: GroundTruth, level: float, took: float, size: float | None
-) -> JudgedMethod:
-    reads = None if name in _BASELINES else size
-    return JudgedMethod(name, lds(scores, truth, level=level), took, reads, scores=scores)
-
-
-def _hybrid_of_best(judged: list[JudgedMethod], truth: GroundTruth, level: float) -> JudgedMethod:
+def _hybrid_of_best(
+    judged: list[JudgedMethod], truth: GroundTruth, level: float
+) -> JudgedMethod | RefusedMethod:
     """Fit a hybrid of the method that is best on the choosing half."""
 
     def fits(one: JudgedMethod) -> float:
-        assert one.scores is not None
         if one.scores.chosen_on:
             return -1.0  # it was tuned on that half
         return lds(one.scores, truth, part="choosing").value
 
     best = max(judged, key=fits)
-    assert best.scores is not None
-    began = time.process_time()
+    name, began = f"{_HYBRID} of {best.name}", time.process_time()
     try:
         combined = hybrid(best.scores, truth)
     except GradkeepError as error:
-        reason = str(error).splitlines()[0]
-        return JudgedMethod(f"{_HYBRID} of {best.name}", None, 0.0, None, reason)
-    took = time.process_time() - began
+        return RefusedMethod(name, str(error).splitlines()[0], 0.0)
+    took = best.cpu_seconds + time.process_time() - began
     evaluation = lds(combined, truth, level=level)
-    return JudgedMethod(
-        f"{_HYBRID} of {best.name}",
-        evaluation,
-        best.cpu_seconds + took,
-        best.bytes_per_row,
-        scores=combined,
-    )
-
-
-def _value(one: JudgedMethod) -> float:
-    assert one.evaluation is not None
-    return one.evaluation.value
+    return JudgedMethod(name, evaluation, took, best.bytes_per_row, combined)
 
 
 def _bytes_per_row(store: Store, scores: Scores, train: str, name: str) -> float | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep import _arguments
 from gradkeep._arguments import check_fields
 from gradkeep.attribution._tuning import FALLING, HALVES
 from gradkeep.datamodels import Output, Study, Training, losses, margins
@@ -61,7 +60,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self, EvaluationError)
-        _arguments.function("training", self.training, error=EvaluationError)
 
     @property
     def num_rows(self) -> int:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, PositiveInt, checked
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._evaluation import (
     Curve,
     Evaluation,
     SampleSizes,
-    check_level,
+    evaluate_correlations,
+    evaluate_table,
+)
+from gradkeep.evaluate._intervals import (
+    Level,
     digest_of,
     mean_interval,
     rank_correlations,
@@ -68,8 +72,8 @@ def removal_curve(
     queries: Any = None,
     against: Sequence[Scores] = (),
     train: Literal["without", "with only"] = "without",
-    seeds: int = 3,
-    level: float = 0.95,
+    seeds: Annotated[int, Limits(2)] = 3,
+    level: Level = 0.95,
     **options: Any,
 ) -> RemovalCurve:
     """Retrain without the rows that helped each query most, and measure how much worse it is answered.
@@ -95,8 +99,6 @@ def removal_curve(
     Raises:
         EvaluationError: Scores and recipe have different rows, or there is no store.
     """
-    _check_seeds(seeds)
-    check_level(level)
     where = store_of(scores, store)
     lines = [scores, *against]
     query_positions = _query_positions(scores, queries)
@@ -136,18 +138,16 @@ def removal_curve(
     sample_sizes = SampleSizes(queries=len(query_positions), seeds=seeds, rows=max(counts))
     metric = "removal" if train == "without" else "retention"
     gains = (drops[0] - drops[-1]).mean(axis=1)
-    change = Evaluation(
+    change = evaluate_table(
         metric,
         subject_of(scores),
-        float(gains.mean()),
-        mean_interval(gains, level, controls=random_sets.mean(axis=(0, 3))),
+        gains,
+        level=level,
+        controls=random_sets.mean(axis=(0, 3)),
         sizes=sample_sizes,
         truth=f"models trained {train} up to {max(counts)} rows",
         universe=universe,
-        items=gains.mean(axis=1),
         item_ids=scores.query_ids[query_positions],
-        level=level,
-        table=gains,
         provenance=provenance_of(scores),
         curve=_curve(np.array(counts), names, drops, level, controls=random_sets.mean(axis=3)),
         captures=scores.captures,
@@ -166,8 +166,8 @@ def leave_one_out(
     *,
     store: Store | None = None,
     rows: Any = 40,
-    seeds: int = 5,
-    level: float = 0.95,
+    seeds: PositiveInt = 5,
+    level: Level = 0.95,
     **options: Any,
 ) -> Evaluation:
     """Compute the rank correlation of the rows' scores with the effects of leaving each of them out.
@@ -190,8 +190,6 @@ def leave_one_out(
     Raises:
         EvaluationError: Scores and recipe have different rows, or there are too few.
     """
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    check_level(level)
     where = store_of(scores, store)
     total = _check_rows([scores], recipe)
     if isinstance(rows, int):
@@ -216,33 +214,20 @@ def leave_one_out(
     correlation = rank_correlations(predicted, actual)
     spread = spread_of(correlation.table)
     ceiling = ceiling_of(drops, level)
-    return correlation.evaluation(
+    return evaluate_correlations(
+        correlation,
         "leave-one-out",
         subject_of(scores),
-        scores.query_ids,
+        item_ids=scores.query_ids,
         sizes=SampleSizes(queries=len(places), seeds=seeds, rows=len(chosen)),
         truth="models trained without each row",
         universe=universe,
         level=level,
-        ceiling=None if ceiling is None else ceiling.value,
-        ceiling_interval=None if ceiling is None else ceiling.interval,
+        ceiling=ceiling,
         spread_by_queries=None if spread is None else math.sqrt(spread.by_rows),
         provenance=provenance_of(scores),
         captures=scores.captures,
     )
-
-
-def _check_seeds(seeds: int) -> None:
-    """Refuse a single seed: its difference to random rows could be chance."""
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    if seeds < 2:
-        raise EvaluationError(
-            "a comparison with random rows needs several seeds",
-            code="evaluate.few_seeds",
-            found=f"seeds={seeds}",
-            expected="at least 2, or 3 for an interval",
-            fix="Pass seeds=3.",
-        )
 
 
 def _curve(
@@ -270,18 +255,16 @@ def _flips(change: Evaluation, flipped: AnyArray, right: AnyArray) -> Evaluation
     table = flipped[0, :, -1]
     queries, seeds = table.shape
     rows = change.sizes.rows
-    return Evaluation(
+    return evaluate_table(
         "brittleness",
         change.subject,
-        float(table.mean()),
-        mean_interval(table, change.level, share=True),
+        table,
+        level=change.level,
+        share=True,
         sizes=SampleSizes(queries=queries, seeds=seeds, rows=rows),
         truth=f"queries answered right, without {rows} rows",
         universe=f"{change.universe} flips",
-        items=table.mean(axis=1),
         item_ids=change.item_ids[right],
-        level=change.level,
-        table=table,
         provenance=change.provenance,
         curve=_curve(change.curve.at, change.curve.names, flipped, change.level, share=True),
         captures=change.captures,
@@ -362,8 +345,8 @@ def verify_rows(
     scores: Scores | None = None,
     queries: Any = None,
     train: Literal["without", "with only"] = "without",
-    seeds: int = 3,
-    level: float = 0.95,
+    seeds: Annotated[int, Limits(2)] = 3,
+    level: Level = 0.95,
     **options: Any,
 ) -> Evaluation:
     """Measure how training without some rows changes the queries' outputs, compared with random rows.
@@ -387,8 +370,6 @@ def verify_rows(
     Raises:
         EvaluationError: Rows or queries are unknown, or there is no store.
     """
-    _check_seeds(seeds)
-    check_level(level)
     where = store_of(scores, store)
     row_positions = _places(
         rows, None if scores is None else scores.train_ids, recipe.num_rows, "rows"
@@ -415,18 +396,16 @@ def _gain(
     own = outputs[:, :, query_positions]
     gain = (own[0] - own[1:].mean(axis=0)).T
     queries, seeds = gain.shape
-    return Evaluation(
+    return evaluate_table(
         "gain over random rows",
         f"training {train} {len(row_positions)} rows",
-        float(gain.mean()),
-        mean_interval(gain, level, controls=own[1:].mean(axis=2)),
+        gain,
+        level=level,
+        controls=own[1:].mean(axis=2),
         sizes=SampleSizes(queries=queries, seeds=seeds, rows=len(row_positions)),
         truth=f"{_RANDOM_SETS} random sets of as many rows",
         universe=digest_of("verified", train, query_positions, own[1:], level),
-        items=gain.mean(axis=1),
         item_ids=query_positions,
-        level=level,
-        table=gain,
     )
 
 
@@ -461,8 +440,8 @@ def check_removal(
     recipe: Recipe,
     *,
     store: Store | None = None,
-    seeds: int = 5,
-    level: float = 0.95,
+    seeds: Annotated[int, Limits(2)] = 5,
+    level: Level = 0.95,
     **options: Any,
 ) -> CheckedRemoval:
     """Retrain without some rows, and test if the queries change as the scores predict.
@@ -485,8 +464,6 @@ def check_removal(
     Raises:
         EvaluationError: Rows are unknown, or there are too few queries.
     """
-    _check_seeds(seeds)
-    check_level(level)
     where = store_of(scores, store)
     row_positions = _places(rows, scores.train_ids, recipe.num_rows, "rows")
     if len(scores.query_ids) < 5:
@@ -506,16 +483,16 @@ def check_removal(
     correlation = rank_correlations(predicted[:, None], change.items[:, None])
     assert change.table is not None
     ceiling = ceiling_of(change.table[:, :, None], level)
-    agreement = correlation.evaluation(
+    agreement = evaluate_correlations(
+        correlation,
         "predicted and measured change",
         subject_of(scores),
-        np.zeros(1, np.int64),
+        item_ids=np.zeros(1, np.int64),
         sizes=SampleSizes(queries=len(predicted), seeds=seeds, rows=len(row_positions)),
         truth=f"models trained without {len(row_positions)} rows",
         universe=universe,
         level=level,
-        ceiling=None if ceiling is None else ceiling.value,
-        ceiling_interval=None if ceiling is None else ceiling.interval,
+        ceiling=ceiling,
     )
     if change.interval is None:  # too few seeds
         agreement = dataclasses.replace(agreement, interval=None)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import Limits, PositiveInt, checked, one_of
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.capturing._batches import digests
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.evaluate._evaluation import (
+from gradkeep.evaluate._intervals import (
+    Level,
     RankCorrelations,
     digest_of,
     format_interval,
@@ -263,7 +263,7 @@ class GroundTruth:
         part: TruthPart = "reporting",
         queries: AnyArray | None = None,
         *,
-        level: float = 0.95,
+        level: Level = 0.95,
     ) -> Ceiling | None:
         """Return the ceiling with its interval; None with one seed."""
         key = (part, None if queries is None else queries.tobytes(), level)
@@ -313,12 +313,9 @@ class GroundTruth:
         every = np.arange(len(self.masks))
         if part == "all":
             return every
-        if part not in ("choosing", "reporting"):
-            raise EvaluationError(
-                f"there is no part {part!r}",
-                code="evaluate.unknown_part",
-                expected="'reporting', 'choosing' or 'all'",
-            )
+        one_of(
+            "part", part, get_args(TruthPart), error=EvaluationError, code="evaluate.unknown_part"
+        )
         rows = every[0 if part == "choosing" else 1 :: 2]
         if len(rows) < _LEAST:
             raise EvaluationError(
@@ -336,8 +333,8 @@ def ground_truth(
     store: Store | str | os.PathLike[str],
     recipe: Recipe,
     *,
-    subsets: int = 100,
-    seeds: int = 2,
+    subsets: Annotated[int, Limits(2 * _LEAST)] = 100,
+    seeds: PositiveInt = 2,
     alpha: float = 0.5,
     name: str = "truth",
     seed: int = 0,
@@ -380,8 +377,6 @@ def ground_truth(
         >>> truth.masks.shape, truth.outputs.shape, len(truth.reporting.masks)
         ((10, 20), (10, 2, 3), 5)
     """
-    _arguments.count("subsets", subsets, error=EvaluationError, least=2 * _LEAST)
-    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     opened = open_store(store)
     study = recipe.study(
         opened,

@@ -6,18 +6,18 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from gradkeep import _arguments
+from gradkeep._arguments import Limits
 from gradkeep._environment import import_extra
 from gradkeep.errors import FarmError
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._worker import broken_worker, check_workers, stop_on_signals, work
+from gradkeep.farm._worker import broken_worker, stop_on_signals, work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gradkeep.farm._worker import JobSpec
 
@@ -37,16 +37,12 @@ class RayCluster:
     """
 
     address: str | None = None
-    workers: int | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
+    workers: Annotated[int, Limits(0, most=100_000)] | None = None
+    cpus: Annotated[float, Limits(above=0)] = 1.0
+    gpus: Annotated[float, Limits(0)] = 0.0
 
     def __post_init__(self) -> None:
-        if self.address is not None:
-            _arguments.text("address", self.address, error=FarmError)
-        check_workers(self.workers)
-        _arguments.number("cpus", self.cpus, error=FarmError, above=0)
-        _arguments.number("gpus", self.gpus, error=FarmError, least=0)
+        _arguments.check_fields(self, FarmError)
 
     @property
     def num_workers(self) -> int:
@@ -167,19 +163,14 @@ class Slurm:
             `gpus_per_node` and so on.
     """
 
-    workers: int = 8
+    workers: Annotated[int, Limits(1, most=100_000)] = 8
     folder: str = "submitit"
     cluster: str = "slurm"
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_workers(self.workers, least=1)
+        _arguments.check_fields(self, FarmError)
         _arguments.text("folder", self.folder, error=FarmError)
-        _arguments.text("cluster", self.cluster, error=FarmError)
-        if not isinstance(self.parameters, Mapping):
-            raise _arguments.argument_error(
-                "parameters", self.parameters, error=FarmError, expected="a mapping from names"
-            )
 
     @property
     def num_workers(self) -> int:

@@ -10,8 +10,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from gradkeep._arguments import Limits, check_fields
 from gradkeep.errors import FarmError
 from gradkeep.farm._worker import (
     BROKEN,
@@ -21,7 +22,6 @@ from gradkeep.farm._worker import (
     StopRequest,
     WorkerMessage,
     broken_worker,
-    check_workers,
     cores,
     environment,
     stop_on_signals,
@@ -62,11 +62,11 @@ class LocalProcesses:
         workers: Number of processes; one per core by default.
     """
 
-    workers: int | None = None
+    workers: Annotated[int, Limits(0, most=1024)] | None = None
 
     def __post_init__(self) -> None:
         # More on one machine are a typing error.
-        check_workers(self.workers, most=1024)
+        check_fields(self, FarmError)
 
     @property
     def num_workers(self) -> int:

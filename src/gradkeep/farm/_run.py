@@ -24,7 +24,6 @@ from gradkeep.farm._worker import (
     JobSpec,
     LeaseKeeper,
     Puller,
-    check_workers,
     pickle_job,
     stop_on_signals,
 )
@@ -190,22 +189,12 @@ def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
         >>> engine("local", workers=2).num_workers
         2
     """
-    if not isinstance(name, str) or name not in _ENGINES:
-        details = _arguments.short_repr(name)
-        raise FarmError(
-            "unknown engine",
-            code="farm.unknown_engine",
-            found=details,
-            expected=", ".join(_ENGINES),
-        )
+    _arguments.one_of("the engine", name, _ENGINES, error=FarmError, code="farm.unknown_engine")
     kind = _ENGINES[name]
     known = [item.name for item in dataclasses.fields(kind)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise FarmError(
-            f"the engine {name} has no option {', '.join(unknown)}",
-            code="farm.unknown_option",
-            expected=", ".join(known),
+    for option in options:
+        _arguments.one_of(
+            f"an option of {name}", option, known, error=FarmError, code="farm.unknown_option"
         )
     return kind(**options)
 
@@ -221,7 +210,7 @@ def validate_workers(workers: int | None, engine: object, *, least: int = 0) -> 
             fix="Pass either workers= or engine=.",
         )
     if workers is not None:
-        check_workers(workers, least=least)
+        _arguments.count("workers", workers, error=FarmError, least=least, most=100_000)
     if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
         raise _arguments.argument_error(
             "engine", engine, error=FarmError, expected="farm.engine(...), or your own with run()"
@@ -275,18 +264,13 @@ def run(
         (True, array([9.], dtype=float32))
     """
     validate_workers(workers, engine)
-    _arguments.function("job", job, error=FarmError)
-    if here is not None:
-        _arguments.function("here", here, error=FarmError)
-        if engine is not None or limits.get("timeout") is not None:
-            raise FarmError(
-                "this process is one of the local workers and cannot be ended when its job hangs",
-                code="farm.here_with_limits",
-                found="here= with engine= or timeout=",
-                fix="Remove here=.",
-            )
-    if progress is not None:
-        _arguments.function("progress", progress, error=FarmError)
+    if here is not None and (engine is not None or limits.get("timeout") is not None):
+        raise FarmError(
+            "this process is one of the local workers and cannot be ended when its job hangs",
+            code="farm.here_with_limits",
+            found="here= with engine= or timeout=",
+            fix="Remove here=.",
+        )
     for name in limits:
         _arguments.one_of("a limit", name, _LIMITS, error=FarmError)
     store = store if isinstance(store, stores.Store) else stores.open(store, create=False)

@@ -18,10 +18,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import gradkeep.store as stores
 from gradkeep import _arguments
+from gradkeep._arguments import Limits
 from gradkeep.errors import FarmError, GradkeepError, LeaseLostError, StoreError, WriteFailedError
 from gradkeep.store.rows._rows import shortened
 
@@ -35,6 +36,10 @@ Job = Callable[[Sequence[int]], Sequence[Mapping[str, Any]]]
 """Computes rows: gets their numbers, returns the arrays of each, in the same order."""
 
 
+_Count = Annotated[int, Limits(1, most=2**31 - 1)]
+_Seconds = Annotated[float, Limits(0, most=10 * 365 * 86400.0)]
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """Everything that a worker needs, small enough to be sent to any machine."""
@@ -45,18 +50,18 @@ class JobSpec:
     """Name of the set of rows in the store."""
     job: bytes
     """A `Job`, pickled."""
-    batch: int = 1
+    batch: _Count = 1
     """Rows per claim."""
-    timeout: float | None = None
+    timeout: _Seconds | None = None
     """Seconds per row; a batch may take this times its number of rows."""
-    max_attempts: int = 3
-    lease_seconds: float = 60.0
+    max_attempts: _Count = 3
+    lease_seconds: _Seconds = 60.0
     """Lease timeout: seconds after the last heartbeat until other workers may take the rows."""
-    grace: float = 20.0
+    grace: _Seconds = 20.0
     """Seconds to finish current rows after a stop; then they are released."""
-    threads: int = 1
+    threads: _Count = 1
     """Threads per worker, for torch and numpy's libraries."""
-    give_up_after: int = 10
+    give_up_after: _Count = 10
     """A worker whose first attempts, this many, all fail stops."""
     durability: Durability = "full"
     retry_errors: bool = True
@@ -64,14 +69,6 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         _arguments.check_fields(self, FarmError)
-        for name in ("batch", "max_attempts", "threads", "give_up_after"):
-            value = getattr(self, name)
-            _arguments.count(name, value, error=FarmError, least=1, most=2**31 - 1)
-        for name in ("timeout", "lease_seconds", "grace"):
-            value, ten_years = getattr(self, name), 10 * 365 * 86400.0
-            _arguments.optional(
-                _arguments.number, name, value, error=FarmError, least=0, most=ten_years
-            )
 
     def open_rows(self) -> Rows:
         """Open the rows in this process."""
@@ -102,12 +99,6 @@ def pickle_job(job: object) -> bytes:
             fix="Move it into a module, install cloudpickle, or use workers=0.",
         ) from error
     return pickled
-
-
-def check_workers(workers: object, *, least: int = 0, most: int = 100_000) -> None:
-    """Raise if the number of workers is invalid."""
-    if workers is not None or least:
-        _arguments.count("workers", workers, error=FarmError, least=least, most=most)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

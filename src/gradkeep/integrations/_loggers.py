@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ import numpy as np
 
 from gradkeep import _arguments, remat
 from gradkeep._arguments import checked
-from gradkeep._environment import install_hint
+from gradkeep._environment import import_extra
 from gradkeep.attribution._suspects import suspects
-from gradkeep.errors import GradkeepError, MissingExtraError, StoreError
+from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.evaluate import evaluations
 from gradkeep.store import open as open_store
 
@@ -70,15 +69,12 @@ def write_tensorboard(
     _check(suspected, budget)
     where = _arguments.file_path("folder", folder, error=StoreError)
     opened = open_store(store, create=False)
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError(
-            "event files need tensorboard", fix=install_hint("tensorboard")
-        ) from error
+    tensorboard = import_extra(
+        "torch.utils.tensorboard", extra="tensorboard", what="write_tensorboard"
+    )
     log = collect_log(opened, suspected=suspected, budget=budget)
     try:
-        writer: Any = SummaryWriter(where)
+        writer: Any = tensorboard.SummaryWriter(where)
     except OSError as error:
         raise StoreError(
             "event files cannot be written",
@@ -129,10 +125,7 @@ def write_wandb(
             "run", run, error=StoreError, expected="what wandb.init() returns"
         )
     opened = open_store(store, create=False)
-    try:
-        wandb = importlib.import_module("wandb")
-    except ImportError as error:
-        raise MissingExtraError("write_wandb needs wandb", fix=install_hint("wandb")) from error
+    wandb = import_extra("wandb", extra="wandb", what="write_wandb")
     log = collect_log(opened, suspected=suspected, budget=budget)
     by_step: dict[int, dict[str, Any]] = {}
     for tag, value, step in log.scalars:

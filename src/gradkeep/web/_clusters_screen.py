@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._arguments import one_of
 from gradkeep.errors import StoreError
 from gradkeep.web._http import Clusters, MapSource, Name  # noqa: TC001 - FastAPI reads them
 from gradkeep.web._score_sources import score_sources
@@ -29,10 +30,7 @@ def show_clusters(
     """Return the map of a split's gradients, or of queries by the datamodels of a fit or study."""
     fits = [source.id for source in score_sources(served) if source.kind in ("fit", "study")]
     sources = [_GRADIENTS, *fits]
-    if of not in sources:
-        raise StoreError(
-            f"no map of {of[:100]!r}", code="web.unknown_map", found=", ".join(sources)
-        )
+    one_of("of", of, sources, error=StoreError, code="web.unknown_map")
     checkpoints = served.checkpoints(run, name, split)
 
     def compute(_: Any) -> RowMap:

@@ -8,10 +8,10 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import parse_qs
 
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gradkeep.web._http import problem, to_json
@@ -84,40 +84,44 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # web sockets are not served
-        request = _RequestHead(scope)
+        request = Request(scope)
+        app = self._app
         refusal = self._refusal(request)
         if refusal is not None:
-            await _respond(send, *refusal, headers=_HEADERS)
-            return
-        if self._access.remote and request.query_token is not None:
+            app = _refused(*refusal)
+        elif self._access.remote and "token" in request.query_params:
             # Move the token from the address into a cookie, so that the address can be shared.
-            cookie = f"{TOKEN_COOKIE}={self._access.token}; Path=/; HttpOnly; SameSite=Strict"
-            redirect = ((b"location", b"/"), (b"set-cookie", cookie.encode()))
-            await _respond(send, 303, "see /", headers=(*_HEADERS, *redirect))
-            return
-        await self._app(scope, self._limit_body(receive), _with_headers(send))
+            redirect = RedirectResponse("/", 303)
+            redirect.set_cookie(TOKEN_COOKIE, self._access.token, httponly=True, samesite="strict")
+            app = redirect
+        await app(scope, self._limit_body(receive), _with_headers(send))
 
-    def _refusal(self, request: _RequestHead) -> tuple[int, str] | None:
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
         access, is_write = self._access, request.method not in ("GET", "HEAD")
-        if len(request.target) > access.limits.target_bytes:
+        headers, scope = request.headers, request.scope
+        target = scope.get("raw_path", b"") + scope.get("query_string", b"")
+        client = "" if request.client is None else request.client.host
+        site = headers.get("sec-fetch-site")
+        if len(target) > access.limits.target_bytes:
             return 414, "the address is too long"
-        if not self._is_known_host(request.header("host")):
+        if not self._is_known_host(headers.get("host")):
             return 421, "unknown host name"
-        if not self._within_rate(request.client, is_write=is_write):
+        if not self._within_rate(client, is_write=is_write):
             return 429, "too many requests; wait a moment"
-        if access.remote and not self._is_token(request.token()):
+        if access.remote and not self._is_token(_token(request)):
             return 401, "this page needs the token that `gradkeep serve` printed"
-        if request.is_api and request.header("sec-fetch-site") == "cross-site":
+        if target.startswith(b"/api/") and site == "cross-site":
             return 403, "requests from other sites are not allowed"
         if not is_write:
             return None
-        origin = request.header("origin")
-        same_origin = origin in (None, f"{request.scheme}://{request.header('host')}")
-        if not same_origin or request.header("sec-fetch-site") not in (None, "same-origin", "none"):
+        same_origin = f"{scope.get('scheme', 'http')}://{headers.get('host')}"
+        if headers.get("origin") not in (None, same_origin):
             return 403, "writes from other sites are not allowed"
-        if not self._is_token(request.header(TOKEN_HEADER)):
+        if site not in (None, "same-origin", "none"):
+            return 403, "writes from other sites are not allowed"
+        if not self._is_token(headers.get(TOKEN_HEADER)):
             return 403, "writes need the page's token; reload the page"
-        length = request.header("content-length") or "0"
+        length = headers.get("content-length") or "0"
         if not length.isdecimal() or int(length) > access.limits.body_bytes:
             return 413, f"a request body has at most {access.limits.body_bytes} bytes"
         return None
@@ -167,43 +171,13 @@ class Guard:
         return limited
 
 
-class _RequestHead:
-    """Method, target, client, headers and token of a request."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.method = str(scope["method"])
-        self.scheme = str(scope.get("scheme", "http"))
-        self.target = bytes(scope.get("raw_path") or b"") + bytes(scope.get("query_string") or b"")
-        self.client = str((scope.get("client") or ("", 0))[0])
-        self._headers = {bytes(k).lower(): bytes(v) for k, v in scope["headers"]}
-        self._query = bytes(scope.get("query_string") or b"").decode("latin-1")
-
-    def header(self, name: str) -> str | None:
-        value = self._headers.get(name.encode())
-        return None if value is None else value.decode("latin-1")
-
-    @property
-    def is_api(self) -> bool:
-        return self.target.startswith(b"/api/")
-
-    @property
-    def query_token(self) -> str | None:
-        return parse_qs(self._query).get("token", [None])[0]
-
-    def token(self) -> str | None:
-        """Return the token from the header, query string or cookie."""
-        bearer = self.header("authorization") or ""
-        if bearer.lower().startswith("bearer "):
-            return bearer[7:].strip()
-        if self.header(TOKEN_HEADER) is not None:
-            return self.header(TOKEN_HEADER)
-        if self.query_token is not None:
-            return self.query_token
-        try:
-            cookie = SimpleCookie(self.header("cookie") or "").get(TOKEN_COOKIE)
-        except CookieError:
-            return None
-        return None if cookie is None else cookie.value
+def _token(request: Request) -> str | None:
+    """Return the token from the header, query string or cookie."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return bearer.strip()
+    header, query = request.headers.get(TOKEN_HEADER), request.query_params.get("token")
+    return header or query or request.cookies.get(TOKEN_COOKIE)
 
 
 def _is_address(name: str) -> bool:
@@ -226,13 +200,9 @@ def _with_headers(send: Send) -> Send:
     return sending
 
 
-async def _respond(
-    send: Send, status: int, what: str, *, headers: tuple[tuple[bytes, bytes], ...]
-) -> None:
+def _refused(status: int, what: str) -> Response:
     body = to_json({"problem": problem("Refused", what)})
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*head, *headers]})
-    await send({"type": "http.response.body", "body": body})
+    return Response(body, status, media_type="application/json")
 
 
 Phase = Literal["head", "body", "answer"]

@@ -212,9 +212,18 @@ def test_mistakes_are_told_with_their_place(model, command, words):
 
 
 @pytest.mark.parametrize(
+    ("text", "code"),
+    [("[]", "config.not_a_mapping"), ("{", "config.syntax"), ("[" * 99999, "config.syntax")],
+)
+def test_files_that_hold_no_mapping_are_refused(tmp_path, text, code):
+    (tmp_path / "config.yaml").write_text(text)
+    with raises(RematError, code):
+        read_experiment(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
     ("config", "reason", "words"),
     [
-        ([], "config_not_a_mapping", "list"),
         ({}, "no_models", "models"),
         ({"models": ["lstm"]}, "no_settings", "dtr_settings"),
         (

@@ -109,11 +109,11 @@ def test_quantisation_keeps_the_scores_as_the_docs_say(config, precision, most):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--method", "magic"], "naive, ted, half, recon"),
-        (["--target_model", "GPT"], "no target_model 'GPT'"),
-        (["--data", "mnist"], "no data 'mnist'"),
+        (["--method", "magic"], "'naive', 'ted', 'half' or 'recon'"),
+        (["--target_model", "GPT"], "--target_model must be"),
+        (["--data", "mnist"], "--data must be"),
         (["--num_query", "0"], "at least 1"),
-        (["--config", "nowhere.yaml"], "no such configuration"),
+        (["--config", "nowhere.yaml"], "the configuration cannot be read"),
     ],
 )
 def test_mistakes_are_told(config, capsys, flags, words):

@@ -78,7 +78,7 @@ def test_what_is_no_save_dir_or_is_cut_off(tmp_path):
         import_save_dir(tmp_path, tmp_path / "new")
     save_dir(tmp_path / "old")
     (tmp_path / "old" / "experiments.json").write_text('{"my te')
-    with raises(AttributionError, "compat.file_truncated"):
+    with raises(AttributionError, "compat.not_trak"):
         import_save_dir(tmp_path / "old", tmp_path / "new")
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raises import raises
 
 import gradkeep.store as gs
-from gradkeep.compat.trak._rows import RowLog, delete_rows
+from gradkeep.compat.trak._rows import RowLog
 from gradkeep.errors import AttributionError, MissingRowsError, SchemaMismatchError
 
 N, K = 12, 3
@@ -107,7 +107,7 @@ def test_dropped_and_deleted_rows(tmp_path):
     assert not opened(store).done.any()
     log.put(np.array([1]), values([1], 5.0), None)
     assert torch.equal(opened(store).read(np.array([1])), values([1], 5.0))
-    delete_rows(store, "rows")
+    store.delete_rows("rows")
     assert store.row_sets() == []
     assert not opened(store, dim=K + 1).done.any()
 

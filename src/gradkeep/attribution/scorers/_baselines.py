@@ -12,11 +12,11 @@ from torch.nn import functional
 from gradkeep.attribution._question import Method, NoOptions, Scorer, column
 from gradkeep.attribution._row_features import embeddings
 from gradkeep.curvature import _random
-from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gradkeep._arguments import PositiveInt
     from gradkeep.attribution._question import CheckpointView
 
 
@@ -146,15 +146,13 @@ SIMILARITY = Method(
 class KnnShapleyOptions:
     """Options of `knn-shapley`."""
 
-    k: int = 5
+    k: PositiveInt = 5
     """Number of neighbors that vote."""
     layer: str | None = None
     """Layer of the embeddings; by default the last that both splits hold."""
 
 
 def _prepare_knn_shapley(at: CheckpointView, options: KnnShapleyOptions) -> Scorer:
-    if options.k < 1:
-        raise AttributionError(f"k must be at least 1, got {options.k}", code="argument.invalid")
     train, queries = embeddings(at, options.layer, method="knn-shapley")
     labels = column(at.train_block, "label", method="knn-shapley")
     query_labels = column(at.query_block, "label", method="knn-shapley")[at.question.positions]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep import query
+from gradkeep._arguments import Limits, PositiveInt
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kernel import solved_scores
@@ -290,19 +291,13 @@ def _gradients(value: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class InfluenceOptions(CurvatureOptions):
     """Options of `influence`."""
 
-    tolerance: float = 1e-4
+    tolerance: Annotated[float, Limits(above=0, most=0.99)] = 1e-4
     """Relative residual of the solution of each query."""
-    max_steps: int = 1000
+    max_steps: PositiveInt = 1000
     """Most steps of conjugate gradients; more are an error."""
 
 
 def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
-    if not 0 < options.tolerance < 1 or options.max_steps < 1:
-        raise AttributionError(
-            "tolerance must be between 0 and 1, and max_steps at least 1",
-            code="argument.invalid",
-            found=f"tolerance={options.tolerance}, max_steps={options.max_steps}",
-        )
     curved = curvature(at, options)
     question, queries, train = at.question, at.queries(), at.train()
     budget = question.memory_budget

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import traceback
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.errors import DatamodelsError, GradkeepError, MissingExtraError
+from gradkeep._config_file import read_config
+from gradkeep.errors import DatamodelsError, GradkeepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ def collect(
     parsed = vars(parser.parse_known_args(list(arguments))[0])
     values: dict[str, Any] = {}
     for file in parsed.pop("config_file"):
-        values.update(_flatten(_read(file)))
+        values.update(_flatten(read_config(file, error=DatamodelsError)))
     values.update({name: value for name, value in parsed.items() if value is not None})
     values.update({flag.name: environment[flag.name] for flag in flags if flag.name in environment})
     return {flag.name: _value(flag, values.get(flag.name)) for flag in flags}
@@ -102,44 +102,6 @@ def _value(flag: Flag, value: Any) -> Any:
             found=repr(value),
             expected=getattr(flag.kind, "__name__", str(flag.kind)),
         ) from error
-
-
-def _read(file: str) -> Mapping[str, Any]:
-    try:
-        text = Path(file).read_text()
-    except OSError as error:
-        raise DatamodelsError(
-            "the configuration cannot be read",
-            code="compat.config_unreadable",
-            path=file,
-            found=error.strerror,
-        ) from error
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        try:
-            import yaml
-        except ImportError as error:
-            raise MissingExtraError(
-                "configurations in YAML need PyYAML", path=file, fix="pip install pyyaml"
-            ) from error
-        try:
-            fields = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise DatamodelsError(
-                "the configuration is neither JSON nor YAML",
-                code="compat.config_syntax",
-                path=file,
-                found=error,
-            ) from error
-    if not isinstance(fields, dict):
-        raise DatamodelsError(
-            "the configuration is not a mapping",
-            code="compat.config_not_a_mapping",
-            path=file,
-            found=repr(fields)[:80],
-        )
-    return fields
 
 
 def _flatten(fields: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import secrets
 import shutil
 import zipfile
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from gradkeep._arguments import file_to_write
+from gradkeep._environment import replaced_file
 from gradkeep.datamodels import Masks, fit
 from gradkeep.errors import DatamodelsError
 
@@ -72,18 +72,12 @@ class RegressionData:
             with np.load(path, allow_pickle=False) as arrays:
                 masks = Masks(arrays["bits"], int(arrays["num_examples"]))
                 return cls(masks, arrays["targets"], arrays["rows"])
-        except OSError as error:
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DatamodelsError(
                 "the regression data cannot be read",
-                code="compat.regression_unreadable",
-                path=path,
-                found=error.strerror,
-            ) from error
-        except (ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise DatamodelsError(
-                "the file is not regression data of gradkeep",
                 code="compat.regression_format",
                 path=path,
+                found=error,
                 expected="a file of write_dataset, not of FFCV",
                 fix="Run write_dataset again on the store directory.",
             ) from error
@@ -253,16 +247,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, AnyArray]:
 
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DatamodelsError(
-            "the weights cannot be read",
-            code="compat.weights_unreadable",
-            path=path,
-            found=error.strerror,
-        ) from error
     except Exception as error:
         raise DatamodelsError(
-            "the file does not contain tensors",
+            "the file cannot be read as tensors",
             code="compat.weights_format",
             path=path,
             found=f"{type(error).__name__}: {error}",
@@ -295,12 +282,8 @@ def save_weights(
     named = {"weight": weight, "bias": bias, "lam": lam, **more}
     # Copy: torch warns about tensors on read-only arrays.
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in named.items()}
-    temp = f"{os.fspath(file_to_write(path, error=DatamodelsError))}.{secrets.token_hex(4)}"
-    try:
+    with replaced_file(Path(file_to_write(path, error=DatamodelsError))) as temp:
         torch.save(tensors, temp)
-        os.replace(temp, path)
-    finally:
-        Path(temp).unlink(missing_ok=True)
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -348,12 +331,13 @@ class _Log:
 
     def count(self) -> None:
         """Write the number of used rows; the file is replaced atomically."""
-        temp = self.folder / f".metadata.{secrets.token_hex(4)}"
-        with temp.open("w", newline="") as file:
+        with (
+            replaced_file(self.folder / "metadata.csv") as temp,
+            temp.open("w", newline="") as file,
+        ):
             lines = csv.writer(file, lineterminator="\n")
             lines.writerow(["field", "max_chunk", "counter"])
             lines.writerows([name, 0, len(self.used)] for name in self.arrays)
-        os.replace(temp, self.folder / "metadata.csv")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from gradkeep import _arguments
-from gradkeep._arguments import short_repr
+from gradkeep._arguments import one_of, short_repr
+from gradkeep._config_file import read_config
 from gradkeep.errors import CaptureError
 
 METHODS = ("naive", "ted", "half", "recon")
@@ -196,7 +197,7 @@ def read(
     weights_only: bool = True,
 ) -> MetaStoreExperiment:
     """Read the experiment from a file and flags; raise `CaptureError` if something is missing or wrong."""
-    content = _read_yaml(path)
+    content = read_config(path, error=CaptureError)
     blocks = {name: _mapping(content, name, path) for name in ("system", "target_model", "data")}
     model_values = _named(blocks["target_model"], target_model, "target_model", path)
     data_values = _named(blocks["data"], data, "data", path)
@@ -204,20 +205,10 @@ def read(
     where = f"target_model.{target_model}"
     model = _validated(path, where, model_values, _TargetModel)
     source = _validated(path, f"data.{data}", data_values, _Data)
-    if method not in system.valid_methods or method not in METHODS:
-        raise CaptureError(
-            f"unknown method {method!r}",
-            code="compat.unknown_method",
-            path=path,
-            expected=", ".join(METHODS),
-        )
+    allowed = [name for name in METHODS if name in system.valid_methods]
+    one_of("--method", method, allowed, error=CaptureError, code="compat.unknown_method", path=path)
     for flag, value in (("num_analyzed_samples", num_analyzed_samples), ("num_query", num_query)):
-        if value < 1:
-            raise CaptureError(
-                f"--{flag} must be at least 1, got {value}",
-                code="argument.invalid",
-                fix=f"Pass --{flag} 1 or more.",
-            )
+        _arguments.count(f"--{flag}", value, error=CaptureError, least=1)
     chosen = None if test_indices is None else parse_indices(test_indices)
     quant, io = system.quant or _Quant(), system.io or _Io()
     folder = WorkingFolder.of(Path(path))
@@ -272,37 +263,6 @@ def read(
     )
 
 
-def _read_yaml(path: str) -> Mapping[str, Any]:
-    import yaml
-
-    if not Path(path).is_file():
-        raise CaptureError(
-            "no such configuration",
-            code="compat.no_config",
-            path=path,
-            fix="Pass --config FILE.",
-        )
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        details = " ".join(str(error).split())[:300]
-        raise CaptureError(
-            "the configuration is not YAML",
-            code="compat.config_syntax",
-            path=path,
-            found=details,
-            fix="Correct the file.",
-        ) from None
-    if not isinstance(content, Mapping):
-        raise CaptureError(
-            "the configuration is not a mapping",
-            code="compat.config_not_a_mapping",
-            path=path,
-            expected="system, target_model, data",
-        )
-    return content
-
-
 def _mapping(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
     block = content.get(name)
     if not isinstance(block, Mapping):
@@ -316,15 +276,11 @@ def _mapping(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, A
 
 
 def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> Mapping[str, Any]:
-    values = block.get(name)
-    if not isinstance(values, Mapping):
-        raise CaptureError(
-            f"no {what} {name!r}",
-            code="compat.no_entry",
-            path=path,
-            expected=", ".join(map(str, block)),
-            fix=f"Pass --{what} with one of them, or add the block.",
-        )
+    known = [key for key, values in block.items() if isinstance(values, Mapping)]
+    one_of(
+        f"--{what}", name, known or [None], error=CaptureError, code="compat.no_entry", path=path
+    )
+    values: Mapping[str, Any] = block[name]
     return values
 
 

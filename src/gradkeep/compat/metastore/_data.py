@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from gradkeep._arguments import one_of
 from gradkeep.compat.metastore._wordpiece import WordPiece
 from gradkeep.data import dataset, load_cifar10
 from gradkeep.data._examples import Scaling
+from gradkeep.data._texts import Texts
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import torch
 
     from gradkeep.compat.metastore._config import WorkingFolder
 
@@ -27,30 +27,6 @@ NEWS = ("World", "Sports", "Business", "Sci/Tech")
 _BATCHES = ("data_batch_1", "test_batch", "data_batch_1.bin", "test_batch.bin")
 _INSIDE = ("", "cifar-10-batches-py", "cifar-10-batches-bin")
 _SIDE = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WordPieceTexts:
-    """Texts as WordPiece ids in a fixed order: `texts[i]` is a dictionary of tensors."""
-
-    input_ids: torch.Tensor
-    """`[N, 32]`, int64"""
-    attention_mask: torch.Tensor
-    """`[N, 32]`, int64"""
-    labels: torch.Tensor
-    """`[N]`, int64"""
-    classes: tuple[str, ...]
-    vocabulary: WordPiece
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, position: Any) -> dict[str, torch.Tensor]:
-        return {
-            "input_ids": self.input_ids[position],
-            "attention_mask": self.attention_mask[position],
-            "labels": self.labels[position],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +47,9 @@ class DataSource:
             "agnews": self._news,
             "imagenet": self._large_pictures,
         }
-        load = loaders.get(self.name.lower())
-        if load is None:
-            raise DataError(
-                f"data.{self.name}.data_name: unknown data",
-                code="data.unknown",
-                path=self.origin,
-                expected="cifar10, AGNews, imagenet",
-                fix="Use gk.capture for other data.",
-            )
-        return load()
+        where, name = f"data.{self.name}.data_name", self.name.lower()
+        one_of(where, name, loaders, error=DataError, code="data.unknown", path=self.origin)
+        return loaders[name]()
 
     def _pictures(self) -> tuple[Any, Any]:
         """Load CIFAR-10 from `data_dir` or, as MetaStore's program does, from `data`."""
@@ -144,7 +113,7 @@ class _Record(msgspec.Struct):
     label: Annotated[int, msgspec.Meta(ge=0, lt=len(NEWS))]
 
 
-def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
+def _records(path: Path, pieces: WordPiece) -> Texts:
     """Read a JSON list of `{"text": ..., "label": 0 to 3}`; other keys are ignored."""
     import torch
 
@@ -162,4 +131,4 @@ def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
         ) from None
     ids, mask = pieces.encode([record.text for record in records], length=32)
     labels = torch.tensor([record.label for record in records])
-    return WordPieceTexts(torch.from_numpy(ids), torch.from_numpy(mask), labels, NEWS, pieces)
+    return Texts(torch.from_numpy(ids), torch.from_numpy(mask), labels, NEWS, pieces)

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import gradkeep as gk
+from gradkeep._arguments import one_of
 from gradkeep.capturing._weights import load_weights, put_weights
 from gradkeep.data import model
 from gradkeep.data._transformers import BertClassifier
@@ -73,14 +74,15 @@ def build_model(experiment: MetaStoreExperiment, train: Any) -> nn.Module:
     import torch
 
     name = experiment.model_name.lower()
-    if name not in MODELS:
-        raise CaptureError(
-            f"target_model.{experiment.model_name}.model_name: unknown model",
-            code="compat.unknown_model",
-            path=experiment.config,
-            expected="VGG16, Bert, ResNet50",
-            fix="Use gk.capture for other models.",
-        )
+    where = f"target_model.{experiment.model_name}.model_name"
+    one_of(
+        where,
+        name,
+        MODELS,
+        error=CaptureError,
+        code="compat.unknown_model",
+        path=experiment.config,
+    )
     path = experiment.checkpoint
     state = None if path is None or not path.exists() else _state(path)
     sizes = {**default_sizes(name, train), **_sizes_of(name, state or {}), **experiment.sizes}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._environment import install_hint
-from gradkeep.errors import DataError, MissingExtraError
+from gradkeep._environment import import_extra
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os
@@ -33,6 +33,7 @@ class WordPiece:
     """
 
     vocabulary: tuple[str, ...]
+    path: str | os.PathLike[str] | None = field(default=None, repr=False, compare=False)
     _tokenizer: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -42,16 +43,13 @@ class WordPiece:
             raise DataError(
                 "the file is not a WordPiece vocabulary",
                 code="data.vocabulary",
+                path=self.path,
                 found=f"without {', '.join(missing)}" if missing else "[PAD] is not the first",
                 expected="one token per line, [PAD] first, with [UNK], [CLS] and [SEP]",
+                fix="Use the vocab.txt of the checkpoint's training.",
             )
-        try:
-            from tokenizers import BertWordPieceTokenizer
-        except ImportError as error:
-            raise MissingExtraError(
-                "splitting texts for Bert needs tokenizers", fix=install_hint("metastore")
-            ) from error
-        object.__setattr__(self, "_tokenizer", BertWordPieceTokenizer(numbers))
+        tokenizers = import_extra("tokenizers", extra="metastore", what="splitting texts for Bert")
+        object.__setattr__(self, "_tokenizer", tokenizers.BertWordPieceTokenizer(numbers))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> WordPiece:
@@ -67,18 +65,9 @@ class WordPiece:
                 expected="one token per line, as in vocab.txt of bert-base-uncased",
                 fix="Put vocab.txt next to Bert's checkpoint, or set vocab_file of the model.",
             ) from None
-        try:
-            # Not splitlines(), which also splits at rare characters that are tokens.
-            return cls(tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n")))
-        except DataError as error:
-            raise DataError(
-                error.message,
-                code=error.code,
-                path=path,
-                found=error.found,
-                expected=error.expected,
-                fix="Use the vocab.txt of the checkpoint's training.",
-            ) from None
+        # Not splitlines(), which also splits at rare characters that are tokens.
+        lines = text.removesuffix("\n").split("\n")
+        return cls(tuple(line.rstrip("\r") for line in lines), path)
 
     def __len__(self) -> int:
         return len(self.vocabulary)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import operator
-import os
 import re
-import secrets
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gradkeep._environment import replaced_file
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -169,16 +168,8 @@ class AbstractSaver(ABC):
 
 
 def _replace(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a document atomically."""
-    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temp.open("w") as file:
-            json.dump(content, file, default=str)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-    finally:
-        temp.unlink(missing_ok=True)
+    with replaced_file(path) as temp:
+        temp.write_text(json.dumps(content, default=str))
 
 
 class MissingTargetsError(AttributionError):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 import gradkeep.store as gs
@@ -24,6 +24,20 @@ _ROWS = 4096
 _SAFE = re.compile(r"(?!\.)[^/\\\0]{1,200}")
 """Name of an experiment that is a valid beginning of a file name."""
 _MAX_JSON_BYTES = 64 << 20
+
+
+T = TypeVar("T")
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+
+
+class _Metadata(msgspec.Struct):
+    rows: _Count = msgspec.field(name="train set size")
+    dim: _Count = msgspec.field(name="JL dimension")
+
+
+class _Experiment(msgspec.Struct):
+    num_targets: _Count
+    scores_finalized: bool | int = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +79,19 @@ def import_save_dir(
         What was imported, and what was skipped because it is incomplete.
     """
     folder = Path(save_dir)
-    about = _json(folder / "metadata.json")
+    about = _read_json(folder / "metadata.json", dict[str, Any])
+    metadata = _read_json(folder / "metadata.json", _Metadata)
     opened = store if isinstance(store, gs.Store) else gs.open(store)
-    rows, dim = (
-        _positive_int(about, "train set size", folder),
-        _positive_int(about, "JL dimension", folder),
-    )
+    rows, dim = metadata.rows, metadata.dim
     ids = sorted(int(m[1]) for p in folder.glob("id_*.json") if (m := _ID.fullmatch(p.name)))
     experiments = folder / "experiments.json"
     done: list[str] = []
     skipped: list[str] = []
     named = {}
-    for name, fields in (_json(experiments) if experiments.exists() else {}).items():
+    known = _read_json(experiments, dict[str, _Experiment]) if experiments.exists() else {}
+    for name, fields in known.items():
         # The names come from an untrusted file.
-        if _SAFE.fullmatch(name) is None or not isinstance(fields, dict):
+        if _SAFE.fullmatch(name) is None:
             skipped.append(f"experiment {name[:100]!a}: not the name of a file in this folder")
         else:
             named[name] = fields
@@ -91,7 +104,7 @@ def import_save_dir(
         for name, fields in named.items():
             path = folder / str(number) / f"{name}_grads.mmap"
             if path.exists():
-                values = _open_array(path, (_positive_int(fields, "num_targets", folder), dim))
+                values = _open_array(path, (fields.num_targets, dim))
                 key = gs.CaptureKey(f"id_{number}", _name(name), run)
                 # Queries are gradients of the output, as if the loss were minus the output.
                 slope = np.full(len(values), -1.0, np.float32)
@@ -100,10 +113,10 @@ def import_save_dir(
     for name, fields in named.items():
         # The stored path may be outdated if the folder was moved.
         path = folder / "scores" / f"{name}.mmap"
-        if not fields.get("scores_finalized") or not path.exists():
+        if not fields.scores_finalized or not path.exists():
             skipped.append(f"scores {name}: not finalized")
             continue
-        values = _open_array(path, (rows, _positive_int(fields, "num_targets", folder)))
+        values = _open_array(path, (rows, fields.num_targets))
         turned = np.asarray(values, np.float32).T
         named_ids = tuple(f"id_{number}" for number in ids)
         as_scores(turned, _name(name), named_ids, "as imported").save(_name(name), store=opened)
@@ -204,11 +217,11 @@ def _open_array(path: Path, shape: tuple[int, ...] | None) -> Any:
     return values
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path, kind: type[T]) -> T:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes")
-        content = json.loads(path.read_text())
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         raise AttributionError(
             "the folder has no TRAK results",
@@ -218,33 +231,12 @@ def _json(path: Path) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:
         raise AttributionError(
-            "the file is truncated",
-            code="compat.file_truncated",
+            "the file is truncated, or not one of TRAK's",
+            code="compat.not_trak",
             path=path,
             found=str(error)[:200],
             fix="Restore it from a copy, or featurize again.",
         ) from error
-    if not isinstance(content, dict):
-        raise AttributionError(
-            "the file is not one of TRAK's",
-            code="compat.not_trak",
-            path=path,
-            found=type(content).__name__,
-        )
-    return content
-
-
-def _positive_int(fields: Any, name: str, path: Path) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
-        raise AttributionError(
-            f"the results of TRAK have no valid {name!r}",
-            code="compat.invalid_metadata",
-            path=path,
-            found=repr(value)[:60],
-            expected="a positive integer",
-        )
-    return value
 
 
 def _name(exp_name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from gradkeep.errors import AttributionError, MissingRowsError
 from gradkeep.store import Array, Schema
+from gradkeep.store.catalog._scan import keys_below
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -246,10 +247,12 @@ class RowLog:
         if self._rows is None:
             return
         if self._lazy:
-            delete_rows(self._store, self.name)
+            self._store.delete_rows(self.name)
         else:
-            keys = _files_below(self._store, self._rows.folder, inner=True)
-            self._store.backend.delete(keys, durability=self._store.durability)
+            folder, backend = self._rows.folder, self._store.backend
+            entries = [f"{folder}/{one.name}" for one in backend.list(folder) if one.is_folder]
+            keys = [key for entry in entries for key in keys_below(backend, entry)]
+            backend.delete(keys, durability=self._store.durability)
         # Reopen it: its capacity was among the deleted files.
         self._rows = None
         self._reset()
@@ -258,24 +261,3 @@ class RowLog:
 def first_rows(rows: Any) -> str:
     """Format the first few row numbers for messages."""
     return ", ".join(map(str, rows[:5])) + (" ..." if len(rows) > 5 else "")
-
-
-def delete_rows(store: Store, name: str) -> None:
-    """Delete a set of rows: entries first, the description last."""
-    top = store.rows(name).folder
-    for inner in (True, False):
-        store.backend.delete(_files_below(store, top, inner=inner), durability=store.durability)
-
-
-def _files_below(store: Store, top: str, *, inner: bool) -> list[str]:
-    """Return the keys in the folders below a folder, or those in itself."""
-    keys, folders = [], [top]
-    while folders:
-        folder = folders.pop()
-        for entry in store.backend.list(folder):
-            key = f"{folder}/{entry.name}"
-            if entry.is_folder:
-                folders.append(key)
-            elif (folder != top) == inner:
-                keys.append(key)
-    return keys

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +9,13 @@ import xxhash
 from numpy.lib.format import open_memmap
 
 import gradkeep.store as gs
+from gradkeep._environment import replaced_file
 from gradkeep.compat.trak._abstract_saver import ModelIDException
-from gradkeep.compat.trak._rows import RowLog, delete_rows, first_rows
+from gradkeep.compat.trak._rows import RowLog, first_rows
 from gradkeep.errors import AttributionError, DamagedError, SchemaMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
@@ -47,8 +45,11 @@ class ScoreFiles:
     def commit(self, exp_name: str, targets: int, compute: Callable[[Any], None]) -> None:
         """Replace the scores by what `compute` writes into zeros `[n, m]`."""
         path = self.path(exp_name)
-        with _replaced_file(path, (self._count, targets)) as values:
+        with replaced_file(path) as temp:
+            values = open_memmap(temp, "w+", np.float32, (self._count, targets))
             compute(values)
+            values.flush()
+            del values
         rows = self._store.rows(f"trak.exp.{exp_name}")
         number = len(rows.done())
         if number >= rows.num_rows:
@@ -107,31 +108,6 @@ def _digest(path: Path) -> Any:
         while part := file.read(1 << 24):
             digest.update(part)
     return np.frombuffer(digest.digest(), np.uint8)
-
-
-@contextlib.contextmanager
-def _replaced_file(path: Path, shape: tuple[int, int]) -> Iterator[Any]:
-    """Yield a map `[n, m]` of zeros to fill; it replaces the file if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        values = open_memmap(temp, "w+", np.float32, shape)
-        yield values
-        values.flush()
-        del values
-        _sync(temp)
-        os.replace(temp, path)
-        _sync(path.parent)
-    finally:
-        temp.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 FINALIZATIONS = 1000
@@ -203,7 +179,7 @@ class StoredSets:
         prefix = f"{_id(model_id)}."
         for name in self.store.row_sets():
             if name.startswith(prefix):
-                delete_rows(self.store, name)
+                self.store.delete_rows(name)
         self._logs = {name: log for name, log in self._logs.items() if not name.startswith(prefix)}
         self._finals.pop(model_id, None)
 

@@ -94,21 +94,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         )
 
 
-class IterativeGradientComputer(AbstractGradientComputer):
+class IterativeGradientComputer(FunctionalGradientComputer):
     """Run one backward pass per sample, for tasks whose `get_output` maps a batch to `[B]`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        grad_wrt: Iterable[str] | None = None,
-    ) -> None:
-        super().__init__(model, task, grad_dim, dtype, device)
-        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use the current parameters of the model."""

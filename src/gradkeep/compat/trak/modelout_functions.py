@@ -47,7 +47,46 @@ class AbstractModelOutput(ABC):
         return None
 
 
-class _Classification(AbstractModelOutput):
+class _AnswerTask(AbstractModelOutput):
+    """Tasks whose outputs and weights follow from the model's answer to a batch."""
+
+    @abstractmethod
+    def _call(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Return the arguments and keyword arguments of the model's call."""
+
+    @abstractmethod
+    def _outputs(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        """Return the outputs `[B]`."""
+
+    @abstractmethod
+    def _weights(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        """Return the weights `[B, 1]`."""
+
+    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return outputs `[B]` and weights `[B, 1]`."""
+        args, kwargs = self._call(batch)
+        answer = model(*args, **kwargs)
+        with torch.no_grad():
+            weights = self._weights(answer, batch)
+        return self._outputs(answer, batch), weights
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        """Return the output of one sample."""
+        batch = [field.unsqueeze(0) for field in sample]
+        answer = functional_call(model, (weights, buffers), *self._call(batch))
+        return self._outputs(answer, batch).sum()
+
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """Return the weights `[B, 1]`."""
+        fields = list(batch)
+        with torch.no_grad():
+            answer = functional_call(model, (weights, buffers), *self._call(fields))
+            return self._weights(answer, fields)
+
+
+class _Classification(_AnswerTask):
     """Tasks with logits `[B, C]` and one label per sample.
 
     output = log p / (1 - p), weight = 1 - p at a temperature, where p is the label's probability.
@@ -57,31 +96,12 @@ class _Classification(AbstractModelOutput):
         super().__init__()
         self.loss_temperature = temperature
 
-    @abstractmethod
-    def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Return the arguments and keyword arguments of the model's call."""
+    def _outputs(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        return _margins(answer, batch[-1])
 
-    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return margins `[B]` and weights `[B, 1]`."""
-        args, kwargs = self._call(batch[:-1])
-        return self._measured(model(*args, **kwargs), batch[-1])
-
-    def get_out_to_loss_grad(
-        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
-    ) -> Tensor:
-        """Return 1 - p `[B, 1]`."""
-        *fields, labels = batch
-        args, kwargs = self._call(fields)
-        with torch.no_grad():
-            logits = functional_call(model, (weights, buffers), args, kwargs)
-            return self._weights(logits, labels)
-
-    def _measured(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return _margins(logits, labels), self._weights(logits.detach(), labels)
-
-    def _weights(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _weights(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
         # 1 - softmax, without cancellation for confident predictions.
-        return torch.sigmoid(-_margins(logits / self.loss_temperature, labels)).unsqueeze(1)
+        return torch.sigmoid(-_margins(answer / self.loss_temperature, batch[-1])).unsqueeze(1)
 
 
 class ImageClassificationModelOutput(_Classification):
@@ -95,8 +115,8 @@ class ImageClassificationModelOutput(_Classification):
         logits = functional_call(model, (weights, buffers), (image.unsqueeze(0),))
         return _margins(logits, label.unsqueeze(0)).sum()
 
-    def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        return tuple(fields), {}
+    def _call(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return tuple(batch[:-1]), {}
 
 
 class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
@@ -113,9 +133,9 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
         """Return 1 - p `[B, 1]`."""
-        *fields, labels = batch
+        fields = list(batch)
         with torch.no_grad():
-            return self._weights(model(*fields), labels)
+            return self._weights(model(*fields[:-1]), fields)
 
 
 class TextClassificationModelOutput(_Classification):
@@ -140,44 +160,31 @@ class TextClassificationModelOutput(_Classification):
         logits = functional_call(model, (weights, buffers), (), named)
         return _margins(logits, label.unsqueeze(0)).sum()
 
-    def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    def _call(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         names = ("input_ids", "token_type_ids", "attention_mask")
-        return (), dict(zip(names, fields, strict=True))
+        return (), dict(zip(names, batch[:-1], strict=True))
 
 
-class LanguageModelingModelOutput(AbstractModelOutput):
+class LanguageModelingModelOutput(_AnswerTask):
     """Language modeling; batches are (input_ids, attention_mask, labels), labels of -100 are ignored.
 
     output = sum over predicted tokens of log p / (1 - p), weight = mean of their 1 - p. Token t is
     predicted at position t - 1.
     """
 
-    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return outputs `[B]` and weights `[B, 1]`."""
-        inputs, mask, labels = batch
-        answer = model(input_ids=inputs, attention_mask=mask)
-        margins, counted = _token_margins(answer, labels)
-        return margins.sum(1), _token_weights(margins.detach(), counted)
+    def _call(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return (), {"input_ids": batch[0], "attention_mask": batch[1]}
 
-    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
-        """Return the sum of the margins of one sample's tokens."""
-        inputs, mask, labels = (field.unsqueeze(0) for field in sample)
-        named = {"input_ids": inputs, "attention_mask": mask}
-        answer = functional_call(model, (weights, buffers), (), named)
-        return _token_margins(answer, labels)[0].sum()
+    def _outputs(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        return _token_margins(answer, batch[2])[0].sum(1)
 
-    def get_out_to_loss_grad(
-        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
-    ) -> Tensor:
-        """Return the mean of 1 - p `[B, 1]`."""
-        inputs, mask, labels = batch
-        named = {"input_ids": inputs, "attention_mask": mask}
-        with torch.no_grad():
-            answer = functional_call(model, (weights, buffers), (), named)
-            return _token_weights(*_token_margins(answer, labels))
+    def _weights(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        margins, counted = _token_margins(answer, batch[2])
+        share = torch.where(counted, torch.sigmoid(-margins), 0).sum(1, keepdim=True)
+        return share / counted.sum(1, keepdim=True).clamp(min=1)
 
 
-class CLIPModelOutput(AbstractModelOutput):
+class CLIPModelOutput(_AnswerTask):
     """CLIP; batches are (image, text), and the model returns (image embeddings, text embeddings, scale).
 
     With phi and psi the embeddings of a pair and B a batch of others,
@@ -232,27 +239,8 @@ class CLIPModelOutput(AbstractModelOutput):
         self.image_embeddings = torch.cat(images)[chosen]
         self.text_embeddings = torch.cat(texts)[chosen]
 
-    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return outputs `[B]` and weights `[B, 1]`."""
-        image, text = batch
-        answer = model(image=image, text=text)
-        return self._outputs(*answer[:2]), self._weights(*answer)
-
-    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
-        """Return the output of one pair."""
-        image, text = (field.unsqueeze(0) for field in sample)
-        named = {"image": image, "text": text}
-        answer = functional_call(model, (weights, buffers), (), named)
-        return self._outputs(*answer[:2]).sum()
-
-    def get_out_to_loss_grad(
-        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
-    ) -> Tensor:
-        """Return weights `[B, 1]`."""
-        image, text = batch
-        with torch.no_grad():
-            named = {"image": image, "text": text}
-            return self._weights(*functional_call(model, (weights, buffers), (), named))
+    def _call(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return (), {"image": batch[0], "text": batch[1]}
 
     def _simulated_batch(self) -> tuple[Tensor, Tensor]:
         if self.image_embeddings is None or self.text_embeddings is None:
@@ -263,20 +251,21 @@ class CLIPModelOutput(AbstractModelOutput):
             )
         return self.image_embeddings, self.text_embeddings
 
-    def _outputs(self, image: Tensor, text: Tensor) -> Tensor:
+    def _outputs(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        image, text, _ = answer
         images, texts = self._simulated_batch()
         own = (image * text).sum(1, keepdim=True)
         one = -torch.logsumexp(image @ texts.T - own, 1)
         return one - torch.logsumexp(text @ images.T - own, 1)
 
-    def _weights(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    def _weights(self, answer: Any, batch: Sequence[Tensor]) -> Tensor:
+        image, text, scale = answer
         images, texts = self._simulated_batch()
-        with torch.no_grad():
-            by = scale if self.temperature is None else self.temperature
-            own = (image * text).sum(1, keepdim=True)
-            one = torch.softmax(by * torch.cat([own, image @ texts.T], 1), 1)[:, :1]
-            other = torch.softmax(by * torch.cat([own, text @ images.T], 1), 1)[:, :1]
-            return 1 - (one + other) / 2
+        by = scale if self.temperature is None else self.temperature
+        own = (image * text).sum(1, keepdim=True)
+        one = torch.softmax(by * torch.cat([own, image @ texts.T], 1), 1)[:, :1]
+        other = torch.softmax(by * torch.cat([own, text @ images.T], 1), 1)[:, :1]
+        return 1 - (one + other) / 2
 
 
 TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
@@ -303,8 +292,3 @@ def _token_margins(answer: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     counted = targets >= 0
     margins = _margins(logits[:, :-1], targets.clamp(min=0))
     return torch.where(counted, margins, 0), counted
-
-
-def _token_weights(margins: Tensor, counted: Tensor) -> Tensor:
-    share = torch.where(counted, torch.sigmoid(-margins), 0).sum(1, keepdim=True)
-    return share / counted.sum(1, keepdim=True).clamp(min=1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from gradkeep._arguments import one_of
 from gradkeep._budgets import parse_bytes
 from gradkeep.compat.dtr.experiments._trial import (
     PLACEMENTS,
@@ -137,13 +138,9 @@ class CommandDefaults:
     def of(cls, config: dict[str, Any], *, original: bool) -> CommandDefaults:
         """Read the defaults of a configuration."""
         scale = config.get("sizes", "published" if original else "small")
-        if scale not in ("small", "published"):
-            raise RematError(
-                "sizes: unknown value",
-                code="compat.unknown_sizes",
-                found=repr(scale),
-                expected="'small' or 'published'",
-            )
+        one_of(
+            "sizes", scale, ("small", "published"), error=RematError, code="compat.unknown_sizes"
+        )
         original_default = (config.get("dtr_settings") or {}).get("default") if original else None
         default = config.get("default", original_default) or {}
         if not isinstance(default, dict):

@@ -11,12 +11,11 @@ files are read too: `models` is a list there, and the commands are under `dtr_se
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._environment import install_hint
+from gradkeep._config_file import read_config
 from gradkeep.compat.dtr.experiments._command import (
     CommandDefaults,
     add_location,
@@ -24,7 +23,7 @@ from gradkeep.compat.dtr.experiments._command import (
     trials_of,
 )
 from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
-from gradkeep.errors import MissingExtraError, RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     import os
@@ -60,40 +59,20 @@ def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
     """Read and validate a configuration; errors name the location."""
     file = Path(path)
     try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RematError(
-            "the configuration cannot be read",
-            code="compat.config_unreadable",
-            path=file,
-            found=str(error),
-        ) from error
-    try:
-        return parse_experiment(_load_config(file, text))
-    except RecursionError:
-        raise RematError(
-            "the configuration is nested too deeply", code="compat.config_syntax", path=file
-        ) from None
+        return parse_experiment(read_config(file, error=RematError))
     except RematError as error:
         if error.path is not None:
             raise
         raise add_location(error, path=file) from error
 
 
-def parse_experiment(config: Any) -> DtrExperiment:
+def parse_experiment(config: dict[str, Any]) -> DtrExperiment:
     """Validate a configuration that is already in memory.
 
     >>> experiment = parse_experiment({"models": {"lstm": [{"type": "dtr", "ratio": [0.5, 0.3]}]}})
     >>> [trial.ratio for trial in experiment.trials]
     [0.5, 0.3]
     """
-    if not isinstance(config, dict):
-        raise RematError(
-            "the configuration is not a mapping with the key models",
-            code="compat.config_not_a_mapping",
-            found=type(config).__name__,
-            expected="{models: {NAME: [COMMAND, ...]}}",
-        )
     notes = ignored_keys(config, _KNOWN, _NO_EFFECT)
     chosen, original = _chosen(config)
     defaults = CommandDefaults.of(config, original=original)
@@ -165,37 +144,6 @@ def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             expected="the same names in models and dtr_settings",
         )
     return {name: there[name] for name in models}, True
-
-
-def _load_config(file: Path, text: str) -> Any:
-    if file.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError as error:
-            raise MissingExtraError(
-                "configurations in YAML need PyYAML",
-                path=file,
-                fix=f"{install_hint('remat')}, or write JSON",
-            ) from error
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise RematError(
-                "the configuration is not YAML",
-                code="compat.config_syntax",
-                path=file,
-                found=str(error),
-            ) from error
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RematError(
-            "the configuration is not JSON",
-            code="compat.config_syntax",
-            path=file,
-            found=str(error),
-            fix="Use the suffix .yaml for YAML files.",
-        ) from error
 
 
 LIVE_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)

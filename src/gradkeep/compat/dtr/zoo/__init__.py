@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradkeep import _arguments
-from gradkeep._arguments import checked
+from gradkeep._arguments import checked, one_of
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
@@ -210,13 +209,7 @@ def validate_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
             "sizes", sizes, error=RematError, expected="a mapping from names"
         )
     for key, value in sizes.items():
-        if key not in known:
-            raise RematError(
-                f"{name} has no size {key!r}",
-                code="compat.unknown_size",
-                found=f"{key}={value!r}",
-                expected=", ".join(known),
-            )
+        one_of(f"a size of {name}", key, known, error=RematError, code="compat.unknown_size")
         whole = isinstance(known[key], int)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not abs(value) < _MAX_VALUE or (whole and value != int(value)):
@@ -240,13 +233,6 @@ def validate_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
 
 
 def _workload_entry(name: str) -> _WorkloadEntry:
-    if name not in _WORKLOADS:
-        near = difflib.get_close_matches(name, _WORKLOADS, n=3, cutoff=0.4)
-        raise RematError(
-            "the zoo has no such model",
-            code="compat.unknown_model",
-            found=repr(name),
-            expected=", ".join(near or _WORKLOADS),
-            fix="Call gradkeep.compat.dtr.zoo.zoo() to list all names.",
-        )
-    return _WORKLOADS[name]
+    return _WORKLOADS[
+        one_of("the model", name, _WORKLOADS, error=RematError, code="compat.unknown_model")
+    ]

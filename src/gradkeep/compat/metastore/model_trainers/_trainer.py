@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +12,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from gradkeep._environment import replaced_file
 from gradkeep.capturing._batches import to_device
 from gradkeep.compat.metastore._config import OWN_CHECKPOINTS, WorkingFolder
+from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._models import default_sizes
 from gradkeep.data import model
 from gradkeep.errors import CaptureError, GradkeepError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
-
-    Logits = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 def trainer_flags(
@@ -48,37 +46,6 @@ def trainer_flags(
     return parser
 
 
-def current_folder() -> WorkingFolder:
-    """Return the current folder."""
-    return WorkingFolder(Path.cwd(), Path.cwd())
-
-
-def run_trainer(train: Callable[[], Any]) -> int:
-    """Train and return the exit code; print errors as messages."""
-    try:
-        train()
-    except GradkeepError as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"trainer: {error.filename or ''}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # finished epochs are saved
-        return 130
-    return 0
-
-
-def check_no_appended_layer(hidden_size: int | None) -> None:
-    """Raise for the layer that MetaStore's trainer appends: its own program cannot read such files."""
-    if hidden_size is not None:
-        raise CaptureError(
-            "--hidden_size appends a layer that MetaStore's program cannot read",
-            code="compat.appended_layer",
-            found=hidden_size,
-            fix="Remove --hidden_size.",
-        )
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
@@ -90,72 +57,95 @@ def _sizes(text: str) -> dict[str, int]:
     return {name: _count(value) for name, _, value in pairs}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trainer:
-    """Training of one of the models."""
+def run_trainer(
+    model_name: str,
+    data_name: str,
+    options: argparse.Namespace,
+    *,
+    files: Mapping[str, str] | None = None,
+    vocabulary: str | None = None,
+    seed: int = 1,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    begin_from: str | None = None,
+) -> int:
+    """Train a model and return the exit code; print errors as messages.
 
-    model_name: str
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    epochs: int
-    batch_size: int
-    seed: int
-    sizes: Mapping[str, Any]
-    augment: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Augmentation of the images of a training batch."""
-    begin_from: str | None = None
-    """File of initial weights."""
-    vocabulary: Path | None = None
-    """Tokens of the texts; saved next to the weights."""
-
-    def train(self, train: Any, test: Any) -> list[Path]:
-        """Train all epochs; return the files of weights, one per epoch, below `./models`."""
-        torch.manual_seed(self.seed)
-        sizes = {**default_sizes(self.model_name, train), **self.sizes}
-        network = model(self.model_name, seed=self.seed, **sizes)
-        if self.begin_from is not None:
-            _begin(network, self.begin_from)
+    Data and weights, one file per epoch, are below the current folder. `vocabulary` is the file of tokens
+    of the texts, saved next to the weights; `augment` changes the images of a training batch;
+    `begin_from` is a file of initial weights.
+    """
+    places = WorkingFolder(Path.cwd(), Path.cwd())
+    tokens = places.current if vocabulary is None else places.find(vocabulary)
+    try:
+        origin = f"{model_name}_trainer"
+        train, test = DataSource(data_name, files or {}, places, tokens, origin).load()
+        torch.manual_seed(seed)
+        sizes = {**default_sizes(model_name, train), **options.sizes}
+        if model_name == "bert":
+            own = {"vocabulary": len(train.vocabulary), "dim": options.hidden_size}
+            sizes = {**sizes, **own, **options.sizes}
+        network = model(model_name, seed=seed, **sizes)
+        if begin_from is not None:
+            _begin(network, begin_from)
         network.to("cuda" if torch.cuda.is_available() else "cpu")
-        optimizer = self.make_optimizer(network)
-        order = torch.Generator().manual_seed(self.seed)
-        loader = DataLoader(train, batch_size=self.batch_size, shuffle=True, generator=order)
-        held_out = DataLoader(test, batch_size=self.batch_size)
-        files = []
-        for epoch in range(self.epochs):
-            loss = self._epoch(network, optimizer, loader)
+        if make_optimizer is None:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                network.parameters(), lr=options.lr, momentum=options.momentum
+            )
+        else:
+            optimizer = make_optimizer(network)
+        order = torch.Generator().manual_seed(seed)
+        loader = DataLoader(train, batch_size=options.batch_size, shuffle=True, generator=order)
+        held_out = DataLoader(test, batch_size=options.batch_size)
+        for epoch in range(options.n_epochs):
+            loss = _train_epoch(network, optimizer, loader, augment)
             test_loss, accuracy = evaluate(network, held_out)
-            file = Path(OWN_CHECKPOINTS[self.model_name].format(epoch, sizes.get("dim")))
-            self._save(network, file)
-            files.append(file)
+            file = Path(OWN_CHECKPOINTS[model_name].format(epoch, sizes.get("dim")))
+            _save(network, file, tokens if tokens.is_file() else None)
             print(
                 f"Epoch: {epoch} - Train Loss {loss:.6f}, Test Loss {test_loss:.6f}, "
                 f"Test Acc: {accuracy:.6f}; {file}",
                 flush=True,
             )
-        return files
+    except GradkeepError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"trainer: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # finished epochs are saved
+        return 130
+    return 0
 
-    def _epoch(self, network: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> float:
-        network.train()
-        total, rows = 0.0, 0
-        for batch in loader:
-            inputs, labels = _parts(network, batch)
-            if self.augment is not None:
-                inputs = (self.augment(inputs[0]),)
-            loss = F.cross_entropy(network(*inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            total, rows = total + float(loss.detach()) * len(labels), rows + len(labels)
-        return total / rows
 
-    def _save(self, network: nn.Module, file: Path) -> None:
-        """Write atomically: an interrupted write must not look like a checkpoint."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f"{file.name}.part")
-        torch.save({key: value.cpu() for key, value in network.state_dict().items()}, unfinished)
-        os.replace(unfinished, file)
-        beside = file.parent / "vocab.txt"
-        if self.vocabulary is not None and self.vocabulary.resolve() != beside.resolve():
-            shutil.copyfile(self.vocabulary, beside)
+def _train_epoch(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+    augment: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> float:
+    """Train one epoch and return the mean loss."""
+    network.train()
+    total, rows = 0.0, 0
+    for batch in loader:
+        inputs, labels = _parts(network, batch)
+        if augment is not None:
+            inputs = (augment(inputs[0]),)
+        loss = F.cross_entropy(network(*inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        total, rows = total + float(loss.detach()) * len(labels), rows + len(labels)
+    return total / rows
+
+
+def _save(network: nn.Module, file: Path, vocabulary: Path | None) -> None:
+    with replaced_file(file) as temp:
+        torch.save({key: value.cpu() for key, value in network.state_dict().items()}, temp)
+    beside = file.parent / "vocab.txt"
+    if vocabulary is not None and vocabulary.resolve() != beside.resolve():
+        shutil.copyfile(vocabulary, beside)
 
 
 @torch.no_grad()

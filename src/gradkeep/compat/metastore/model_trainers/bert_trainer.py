@@ -5,11 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.metastore.model_trainers._trainer import (
-    current_folder,
-    run_trainer,
-    trainer_flags,
-)
+from gradkeep.compat.metastore.model_trainers._trainer import run_trainer, trainer_flags
 
 if TYPE_CHECKING:
     import torch
@@ -35,30 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden_size", type=int, default=768)
     parser.add_argument("--vocab_file", default=_VOCABULARY, help="the WordPiece tokens")
     options = parser.parse_args(arguments)
-
-    def train() -> None:
-        from gradkeep.compat.metastore._data import DataSource
-        from gradkeep.compat.metastore.model_trainers._trainer import Trainer
-
-        places = current_folder()
-        files = {name: getattr(options, name) for name in _FILES}
-        vocabulary = places.find(options.vocab_file)
-        train, test = DataSource("AGNews", files, places, vocabulary, "bert_trainer").load()
-        Trainer(
-            "bert",
-            lambda net: _adamw(net, lr=options.lr, weight_decay=options.weight_decay),
-            epochs=options.n_epochs,
-            batch_size=options.batch_size,
-            seed=2,
-            sizes={
-                "vocabulary": len(train.vocabulary),
-                "dim": options.hidden_size,
-                **options.sizes,
-            },
-            vocabulary=vocabulary if vocabulary.exists() else None,
-        ).train(train, test)
-
-    return run_trainer(train)
+    return run_trainer(
+        "bert",
+        "AGNews",
+        options,
+        files={name: getattr(options, name) for name in _FILES},
+        vocabulary=options.vocab_file,
+        seed=2,
+        make_optimizer=lambda net: _adamw(net, lr=options.lr, weight_decay=options.weight_decay),
+    )
 
 
 def _adamw(net: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-from gradkeep.compat.metastore.model_trainers._trainer import (
-    check_no_appended_layer,
-    current_folder,
-    run_trainer,
-    trainer_flags,
-)
+import torch
+from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    import torch
+from gradkeep.compat.metastore.model_trainers._trainer import run_trainer, trainer_flags
 
 _BORDER = 4
 
@@ -24,34 +18,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden_size", type=int)
     parser.add_argument("--weights", help="a file to begin with, such as torchvision's resnet50")
     options = parser.parse_args(arguments)
-
-    def train() -> None:
-        import torch
-
-        from gradkeep.compat.metastore._data import DataSource
-        from gradkeep.compat.metastore.model_trainers._trainer import Trainer
-
-        check_no_appended_layer(options.hidden_size)
-        places = current_folder()
-        Trainer(
-            "resnet50",
-            lambda net: torch.optim.SGD(net.parameters(), lr=options.lr, momentum=options.momentum),
-            epochs=options.n_epochs,
-            batch_size=options.batch_size,
-            seed=1,
-            sizes=options.sizes,
-            augment=augment_images,
-            begin_from=options.weights,
-        ).train(*DataSource("imagenet", {}, places, places.current, "resnet50_trainer").load())
-
-    return run_trainer(train)
+    if options.hidden_size is not None:
+        message = "--hidden_size appends a layer that MetaStore's program cannot read"
+        print(f"trainer: {message}", file=sys.stderr)
+        return 1
+    return run_trainer(
+        "resnet50", "imagenet", options, augment=augment_images, begin_from=options.weights
+    )
 
 
 def augment_images(pictures: torch.Tensor) -> torch.Tensor:
     """Shift each image by up to four pixels, with replicated edges, and mirror every other one."""
-    import torch
-    from torch.nn import functional as F
-
     side = pictures.shape[-1]
     wide = F.pad(pictures, (_BORDER,) * 4, mode="replicate")
     augmented = []
