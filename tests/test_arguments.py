@@ -171,6 +171,11 @@ def optional_limits(n: PositiveInt | None = None):
     return n
 
 
+@checked(FarmError)
+def share(x: Annotated[float, Limits(least=0, below=1)] = 0.5):
+    return x
+
+
 def is_accepted(function, *arguments, **options):
     try:
         function(*arguments, **options)
@@ -202,3 +207,6 @@ def test_ranges_in_annotations_are_named_in_the_error():
     with raises(FarmError, "argument.invalid", mentions="of at least 1 or None, got 0"):
         optional_limits(0)
     assert optional_limits(None) is None
+    with raises(FarmError, "argument.invalid", mentions="of at least 0 and below 1, got 1"):
+        share(1.0)
+    assert share(0.9999) == 0.9999

@@ -42,9 +42,10 @@ class Limits:
     least: float = -math.inf
     above: float = -math.inf
     most: float = math.inf
+    below: float = math.inf
 
     def __contains__(self, value: Any) -> bool:
-        return bool(self.least <= value <= self.most and value > self.above)
+        return bool(self.least <= value <= self.most and self.above < value < self.below)
 
 
 PositiveInt = Annotated[int, Limits(1)]
@@ -316,7 +317,11 @@ def optional(check: Callable[..., T], name: str, value: object, **limits: Any) -
     return None if value is None else check(name, value, **limits)
 
 
-def _range(what: str, least: float, most: float, above: float = -math.inf) -> str:
+def _range(
+    what: str, least: float, most: float, above: float = -math.inf, below: float = math.inf
+) -> str:
+    if below < math.inf:
+        return f"{_range(what, least, math.inf, above)} and below {below:g}"
     if above == -math.inf and -math.inf < least and most < math.inf:
         return f"{what} from {least:g} to {most:g}"
     low = f" above {above:g}" if above > -math.inf else ""
@@ -532,7 +537,7 @@ def _words(hint: Any) -> Iterator[str]:
     plain[bool] = "True or False"
     if origin is Annotated:
         (word,) = _words(inner[0])
-        yield _range(word, inner[1].least, inner[1].most, inner[1].above)
+        yield _range(word, inner[1].least, inner[1].most, inner[1].above, inner[1].below)
     elif origin in (typing.Union, types.UnionType):
         for one in inner:
             yield from _words(one)

@@ -384,6 +384,14 @@ def _pickled(path: Path) -> Arrays:
             found=", ".join(sorted(map(str, batch))) or "an empty dictionary",
             expected=f"data [N, {_PIXELS}] and a list of labels",
         )
+    if len(labels) != len(data):
+        raise DataError(
+            "the number of labels differs from the number of rows",
+            code="data.label_count",
+            path=path,
+            found=f"{len(labels)} labels",
+            expected=len(data),
+        )
     return data.reshape(-1, *_SHAPE), np.array(labels, np.int64)
 
 

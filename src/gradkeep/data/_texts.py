@@ -281,7 +281,7 @@ def load_characters(
     split: str = "train",
     length: PositiveInt = 64,
     stride: PositiveInt | None = None,
-    held_out: Annotated[float, Limits(0, most=0.99)] = 0.1,
+    held_out: Annotated[float, Limits(0, below=1)] = 0.1,
 ) -> Examples:
     """Load windows `[length]` of a UTF-8 text; the labels `[length]` are shifted by one character.
 

@@ -71,7 +71,7 @@ def correlation(
     actual: AnyArray,
     *,
     kind: Literal["pearson", "spearman"] = "pearson",
-    level: Annotated[float, Limits(above=0, most=0.9999)] = 0.95,
+    level: Annotated[float, Limits(above=0, below=1)] = 0.95,
     resamples: PositiveInt = 1000,
     seed: NonNegativeInt = 0,
 ) -> Correlation:

@@ -23,7 +23,7 @@ _GROUPS = 100
 """Most groups of subsets that are left out in turn."""
 
 
-Level = Annotated[float, Limits(above=0, most=0.9999)]
+Level = Annotated[float, Limits(above=0, below=1)]
 """Share of intervals that cover."""
 
 

@@ -291,7 +291,7 @@ def _gradients(value: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class InfluenceOptions(CurvatureOptions):
     """Options of `influence`."""
 
-    tolerance: Annotated[float, Limits(above=0, most=0.99)] = 1e-4
+    tolerance: Annotated[float, Limits(above=0, below=1)] = 1e-4
     """Relative residual of the solution of each query."""
     max_steps: PositiveInt = 1000
     """Most steps of conjugate gradients; more are an error."""
