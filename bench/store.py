@@ -188,6 +188,7 @@ def measure_gathers(store: gk.Store, files: list[Path], rounds: int) -> list[Lin
         # makes every row be checked again.
         for segment in block._opened.values():
             segment._known.clear()
+            segment._groups.clear()
         for ids in draws:
             block.read(ids, ["fc.prefix"])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 CACHED = 1 << 21
@@ -84,7 +84,7 @@ def squared(values: Tensor) -> Tensor:
 class Spans:
     """Start and end of each of B rows: `bounds[i]` to `bounds[i + 1]`."""
 
-    bounds: tuple[int, ...]
+    bounds: Sequence[int]
     uniform: int | None
     """T, if all rows have the same number of positions."""
 
@@ -126,7 +126,7 @@ class Spans:
 def spans(offsets: Tensor | None, count: int) -> Spans:
     """Return the spans of offsets `[B + 1]`; without offsets, of `count` rows of one position."""
     if offsets is None:
-        return Spans(tuple(range(count + 1)), 1)
+        return Spans(range(count + 1), 1)
     bounds = tuple(offsets.tolist())
     lengths = {end - start for start, end in itertools.pairwise(bounds)} or {0}
     return Spans(bounds, lengths.pop() if len(lengths) == 1 else None)

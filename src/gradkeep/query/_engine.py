@@ -467,7 +467,8 @@ def memory_shares(
     rest = limit - answer - mapped
     # Decoding and joining need a temporary second copy of the rows.
     query_rows = max(1, min(queries, int(0.30 * rest / (2 * max(1.0, query_row)))))
-    train = min(64 << 20, 0.25 * rest)
+    # Products of a few wide rows are slow, and restored queries are read again for each tile.
+    train = min(max(64 << 20, 256 * train_row), 0.25 * rest)
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
     scratch = max(_LEAST_SCRATCH, min(64 << 20, int(0.2 * rest)))
     return MemoryShares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)
