@@ -31,7 +31,6 @@ from gradkeep.store.blocks._manifest import (
     manifest_versions,
     open_segment,
 )
-
 from gradkeep.store.blocks._segment import MOST_MAPPED
 
 if TYPE_CHECKING:
