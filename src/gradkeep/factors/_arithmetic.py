@@ -58,6 +58,24 @@ def pairwise(one: Tensor, other: Tensor) -> Tensor:
     return out
 
 
+def pairwise_joined(one: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return `pairwise` of `[K, P]` with the joined rows of several `[B_i, P]`.
+
+    Products with a few rows at a time are slow. Rows are joined some columns at a time, in the cache.
+    """
+    bounds = list(itertools.accumulate((len(other) for other in others), initial=0))
+    width = one.shape[1]
+    out = one.new_zeros(len(one), bounds[-1])
+    piece = max(256, CACHED // one.element_size() // max(1, bounds[-1]))
+    space = one.new_empty(bounds[-1], min(piece, width))
+    for start in range(0, width, piece):
+        joined = space[:, : min(piece, width - start)]
+        for other, (low, high) in zip(others, itertools.pairwise(bounds), strict=True):
+            joined[low:high] = other[:, start : start + piece]
+        out.addmm_(one[:, start : start + piece], joined.t())
+    return out
+
+
 def squared(values: Tensor) -> Tensor:
     """Return V^T V `[d, d]` of V `[S, d]`.
 
