@@ -235,7 +235,7 @@ class Block:
         arrays = self._arrays(names)
         if fill is None:
             rows = self._ids().rows(row_ids, path=self.path)
-            return Batch(row_ids, self._gather(arrays, rows, mapped=True))
+            return Batch(row_ids, self._gather(arrays, rows, mapped=not self.backend.remote))
         check_fill(fill, arrays, path=self.path)
         rows = self._ids().find(row_ids)
         present = rows >= 0
@@ -316,10 +316,9 @@ class Block:
         segment = self._opened.pop(entry.file, None)
         if segment is None:
             segment = self._open(entry)
-            mapped = sum(opened.mapped_bytes for opened in self._opened.values())
-            if self._opened and (len(self._opened) >= 64 or mapped > MOST_MAPPED):
-                self._opened.popitem(last=False)[1].close()
         self._opened[entry.file] = segment
+        if len(self._opened) > 64:
+            self._opened.popitem(last=False)[1].close()
         return segment
 
     def _open(self, entry: SegmentEntry) -> Segment:
@@ -361,6 +360,8 @@ class Block:
                 ids[slots] = segment.small("ids")[within]
             for rows_of_array in gathered:
                 rows_of_array.add(segment, within, slots)
+        while mapped and sum(one.mapped_bytes for one in self._opened.values()) > MOST_MAPPED:
+            self._opened.popitem(last=False)[1].close()
         return tuple(rows_of_array.column(order) for rows_of_array in gathered)
 
 
