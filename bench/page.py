@@ -65,7 +65,8 @@ def build_store(folder, rows, queries):
     evaluate.Evaluation(
         *("lds", "dot at step-2", 0.4, (0.38, 0.42)),
         SampleSizes(queries=queries, subsets=100),
-        *("synthetic", "bench", draws, items, np.arange(queries)),
+        *("synthetic", "bench", items, np.arange(queries)),
+        draws=draws,
     ).save("lds-dot", store=store)
     for row in range(200):
         store.decide(gk.store.Decision("train", row, "accept" if row % 2 else "relabel"))

@@ -9,11 +9,11 @@ import numpy as np
 
 from gradkeep.datamodels._counts import DenseGram
 from gradkeep.datamodels._l1 import (
-    FEW,
     PenalizedProblem,
     SolverState,
     conjugate,
     descend_by_blocks,
+    is_few,
     solve_by_active_sets,
 )
 
@@ -87,7 +87,7 @@ class PathSolver:
         before: torch.Tensor,
     ) -> torch.Tensor:
         """Solve for the examples that may have weights, then check all others; widen and repeat."""
-        if len(problem.c) <= FEW and problem.c.device.type == "cpu":
+        if is_few(problem):
             solution = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
             if solution is not None:
                 return solution

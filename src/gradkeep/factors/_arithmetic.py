@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 CACHED = 1 << 21
@@ -58,6 +58,24 @@ def pairwise(one: Tensor, other: Tensor) -> Tensor:
     return out
 
 
+def pairwise_joined(one: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return `pairwise` of `[K, P]` with the joined rows of several `[B_i, P]`.
+
+    Products with a few rows at a time are slow. Rows are joined some columns at a time, in the cache.
+    """
+    bounds = list(itertools.accumulate((len(other) for other in others), initial=0))
+    width = one.shape[1]
+    out = one.new_zeros(len(one), bounds[-1])
+    piece = max(256, CACHED // one.element_size() // max(1, bounds[-1]))
+    space = one.new_empty(bounds[-1], min(piece, width))
+    for start in range(0, width, piece):
+        joined = space[:, : min(piece, width - start)]
+        for other, (low, high) in zip(others, itertools.pairwise(bounds), strict=True):
+            joined[low:high] = other[:, start : start + piece]
+        out.addmm_(one[:, start : start + piece], joined.t())
+    return out
+
+
 def squared(values: Tensor) -> Tensor:
     """Return V^T V `[d, d]` of V `[S, d]`.
 
@@ -84,7 +102,7 @@ def squared(values: Tensor) -> Tensor:
 class Spans:
     """Start and end of each of B rows: `bounds[i]` to `bounds[i + 1]`."""
 
-    bounds: tuple[int, ...]
+    bounds: Sequence[int]
     uniform: int | None
     """T, if all rows have the same number of positions."""
 
@@ -126,7 +144,7 @@ class Spans:
 def spans(offsets: Tensor | None, count: int) -> Spans:
     """Return the spans of offsets `[B + 1]`; without offsets, of `count` rows of one position."""
     if offsets is None:
-        return Spans(tuple(range(count + 1)), 1)
+        return Spans(range(count + 1), 1)
     bounds = tuple(offsets.tolist())
     lengths = {end - start for start, end in itertools.pairwise(bounds)} or {0}
     return Spans(bounds, lengths.pop() if len(lengths) == 1 else None)

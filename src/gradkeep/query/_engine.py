@@ -16,9 +16,10 @@ from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors import basis_of
+from gradkeep.factors._arithmetic import pairwise_joined
 from gradkeep.factors._bits import PACKED, BitRows, Bits
 from gradkeep.factors._convolution import Convolution
-from gradkeep.factors._dense import Dense
+from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import dot, dot_directions
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.query._planner import ProductSize, QueryPlan, QueryStep, choose_compute
@@ -126,11 +127,11 @@ class ProductEngine:
             ]
             for parts in self._train():
                 total: torch.Tensor | None = None
-                for query_tile, part in zip(query_tiles, parts, strict=True):
-                    values = query_tile.against(part, per_layer=self.per_layer)
+                for query_tile, some in zip(query_tiles, parts, strict=True):
+                    values = query_tile.against(some, per_layer=self.per_layer)
                     total = values if total is None else total.add_(values)
                 assert total is not None
-                yield ProductTile(begin, parts[0].start, total)
+                yield ProductTile(begin, parts[0][0].start, total)
 
     def matrix(self) -> torch.Tensor:
         """Return all products `[Q, N]`, summed over layers."""
@@ -141,25 +142,31 @@ class ProductEngine:
             values[here, tile.train_start : tile.train_start + part.shape[1]] = part
         return values
 
-    def _train(self) -> Iterator[list[FactorBatch]]:
-        """Iterate over tiles of training rows: streamed, picked, or of several checkpoints together."""
+    def _train(self) -> Iterator[list[list[FactorBatch]]]:
+        """Iterate over tiles of training rows of each pair: streamed, picked, or of several checkpoints together.
+
+        A streamed tile may consist of rows of several segments.
+        """
         rows = self.shares.train_rows
         if len(self.pairs) == 1 and self.rows is None:
             train = self.pairs[0].train
-            parts = train.stream(rows)
-            if all(isinstance(form, Bits) and form.group for form in train.forms.values()):
-                # Products begin with tables of the queries, which pay off for many rows at once.
-                parts = _chained(parts, rows)
-            for part in parts:
+            joinable = any(map(_is_joined, self.sides[0]))
+            waiting: list[FactorBatch] = []
+            for part in train.stream(rows):
                 if part.start >= self.num_train:
                     break
-                yield [part]
+                if waiting and (not joinable or part.stop - waiting[0].start > rows):
+                    yield [waiting]
+                    waiting = []
+                waiting.append(part)
+            if waiting:
+                yield [waiting]
             return
         for start in range(0, self.num_train, rows):
             stop = min(start + rows, self.num_train)
             chosen = range(start, stop) if self.rows is None else self.rows[start:stop]
             yield [
-                dataclasses.replace(pair.train.rows(chosen), start=start, stop=stop)
+                [dataclasses.replace(pair.train.rows(chosen), start=start, stop=stop)]
                 for pair in self.pairs
             ]
 
@@ -228,13 +235,13 @@ class _QueryTile:
             else:
                 self.factors.append(rows)
 
-    def against(self, part: FactorBatch, *, per_layer: bool) -> torch.Tensor:
-        """Compute the products `[L or 1, q, n]` with some training rows."""
+    def against(self, parts: Sequence[FactorBatch], *, per_layer: bool) -> torch.Tensor:
+        """Compute the products `[L or 1, q, n]` with some consecutive training rows."""
         products: list[torch.Tensor] = []
         for side, queries in zip(self.sides, self.factors, strict=True):
             form = self.pair.train.forms[side.layers[0]]
-            rows = _join_outputs([part.factors[name] for name in side.layers])
-            values = self._multiply(side, form, queries, rows).float()
+            rows = [_join_outputs([part.factors[name] for name in side.layers]) for part in parts]
+            values = self._multiply_parts(side, form, queries, rows).float()
             if products and not per_layer:
                 products[0].add_(values)
             else:
@@ -244,8 +251,28 @@ class _QueryTile:
         if self.slopes is not None:
             total *= self.slopes.unsqueeze(1)
         if self.train_slopes is not None:
-            total *= self.train_slopes[part.start : part.stop]
+            total *= self.train_slopes[parts[0].start : parts[-1].stop]
         return total
+
+    def _multiply_parts(
+        self,
+        side: LayerProduct,
+        form: AnyForm,
+        queries: GradientRows | torch.Tensor,
+        parts: list[GradientRows],
+    ) -> torch.Tensor:
+        if len(parts) > 1 and _is_joined(side):
+            outers = [part for part in parts if isinstance(part, OuterRows)]
+            if outers:
+                parts = [OuterRows.stacked(outers)]
+            elif isinstance(form, Bits):
+                parts = [BitRows.stacked(parts)]
+            # One product with all rows pays for copying them, unless there are few queries.
+            elif isinstance(queries, DenseRows) and len(queries) >= 8:
+                dense = [part.values for part in parts if isinstance(part, DenseRows)]
+                return pairwise_joined(queries.values, dense)
+        values = [self._multiply(side, form, queries, rows) for rows in parts]
+        return values[0] if len(values) == 1 else torch.cat(values, 1)
 
     def _multiply(
         self,
@@ -297,25 +324,16 @@ def _join_outputs(parts: Sequence[GradientRows]) -> GradientRows:
     return OuterRows(outers[0].x, torch.cat([part.g for part in outers], 1), outers[0].offsets)
 
 
-def _chained(parts: Iterator[FactorBatch], rows: int) -> Iterator[FactorBatch]:
-    """Join consecutive parts to at most `rows` rows."""
-    waiting: list[FactorBatch] = []
-    for part in parts:
-        if waiting and part.stop - waiting[0].start > rows:
-            yield _join_parts(waiting)
-            waiting = []
-        waiting.append(part)
-    if waiting:
-        yield _join_parts(waiting)
+def _is_joined(side: LayerProduct) -> bool:
+    """Return True if one product with many rows is faster than several with fewer.
 
-
-def _join_parts(parts: list[FactorBatch]) -> FactorBatch:
-    if len(parts) == 1:
-        return parts[0]
-    factors: dict[str, GradientRows] = {
-        name: BitRows.stacked([part.factors[name] for part in parts]) for name in parts[0].factors
-    }
-    return dataclasses.replace(parts[0], stop=parts[-1].stop, factors=factors)
+    Those of groups of bits begin with tables of the queries, and others with restoring the queries; dense ones are
+    fast for many rows only.
+    """
+    form = side.form
+    if isinstance(form, Outer):
+        return side.compute == "restored"
+    return isinstance(form, Dense) or (isinstance(form, Bits) and form.group > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +485,8 @@ def memory_shares(
     rest = limit - answer - mapped
     # Decoding and joining need a temporary second copy of the rows.
     query_rows = max(1, min(queries, int(0.30 * rest / (2 * max(1.0, query_row)))))
-    train = min(64 << 20, 0.25 * rest)
+    # Products of a few wide rows are slow, and restored queries are read again for each tile.
+    train = min(max(64 << 20, 256 * train_row), 0.25 * rest)
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
     scratch = max(_LEAST_SCRATCH, min(64 << 20, int(0.2 * rest)))
     return MemoryShares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)

@@ -314,7 +314,7 @@ KERNEL = Method(
     "kernel",
     "inner product of output gradients through the inverse of their damped, weighted kernel",
     "gradients of both splits; several checkpoints, also from the middle of training, are better",
-    "per checkpoint the least of N^3 / 3 + Q N^2, N P^2 + Q N P, and some 6 products of the kernel "
+    "per checkpoint the least of N^3 / 3 + Q N^2, N P^2 + Q N P, and some 10 products of the kernel "
     "with Q vectors; with dim=k N k^2 + Q N k",
     exact=True,
     reference="Park et al., TRAK, 2023, with the curvature of the logistic loss as weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from gradkeep.errors import (
     StoreError,
 )
 from gradkeep.store.blocks._columns import Batch, Column, check_fill, fill_missing
-from gradkeep.store.blocks._incoming import IdIndex, as_ids, whole_numbers
+from gradkeep.store.blocks._incoming import IdIndex, nonnegative, whole_numbers
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -30,6 +31,7 @@ from gradkeep.store.blocks._manifest import (
     manifest_versions,
     open_segment,
 )
+from gradkeep.store.blocks._segment import MOST_MAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._columns import AnyArray
     from gradkeep.store.blocks._schema import Array
-    from gradkeep.store.blocks._segment import Segment
+    from gradkeep.store.blocks._segment import Pick, Segment
 
 _BATCH = 1 << 24
 _VERIFIED_BATCH = 1 << 22  # small enough to stay in the CPU cache between hashing and use
@@ -232,8 +234,8 @@ class Block:
         row_ids = self._as_row_ids(ids)
         arrays = self._arrays(names)
         if fill is None:
-            rows = self.positions(row_ids)
-            return Batch(row_ids, self._gather(arrays, rows))
+            rows = self._ids().rows(row_ids, path=self.path)
+            return Batch(row_ids, self._gather(arrays, rows, mapped=not self.backend.remote))
         check_fill(fill, arrays, path=self.path)
         rows = self._ids().find(row_ids)
         present = rows >= 0
@@ -282,10 +284,8 @@ class Block:
         return self._ids().rows(self._as_row_ids(ids), path=self.path)
 
     def _as_row_ids(self, ids: Any) -> AnyArray:
-        values = whole_numbers(ids, path=self.path)
         # Ids may repeat here: only their kind and sign are checked.
-        as_ids(np.unique(values), num_examples=None, path=self.path)
-        return values
+        return nonnegative(whole_numbers(ids, path=self.path), path=self.path)
 
     def _arrays(self, names: Sequence[str] | None) -> list[Array]:
         if names is None:
@@ -332,42 +332,51 @@ class Block:
         return segment
 
     def _gather(
-        self, arrays: Sequence[Array], rows: AnyArray, ids: AnyArray | None = None
+        self,
+        arrays: Sequence[Array],
+        rows: AnyArray,
+        ids: AnyArray | None = None,
+        *,
+        mapped: bool = False,
     ) -> tuple[Column, ...]:
         """Read stored rows at these positions in file order; also fill `ids` if passed.
 
-        Every segment is opened once for all arrays.
+        Every segment is opened once for all arrays. With `mapped`, maps of segments may stay in memory.
         """
-        order = np.argsort(rows, kind="stable")
+        order = rows.argsort(kind="stable")
         ranked = rows[order]
-        cuts = np.searchsorted(ranked, self.starts)
+        numbers = self.starts.searchsorted(ranked, "right") - 1
+        firsts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(rows)]
         gathered = [
-            _GatheredRagged(array) if array.ragged else _GatheredRows(array, len(rows))
+            _GatheredRagged(array) if array.ragged else _GatheredRows(array, len(rows), mapped)
             for array in arrays
         ]
-        for index in np.flatnonzero(np.diff(cuts)).tolist():
-            within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
-            slots = order[cuts[index] : cuts[index + 1]]
+        for low, high in itertools.pairwise(firsts if len(rows) else ()):
+            index = int(numbers[low])
+            within = ranked[low:high] - self.starts[index]
+            slots = order[low:high]
             segment = self._segment(self.manifest.segments[index])
             if ids is not None:
                 ids[slots] = segment.small("ids")[within]
             for rows_of_array in gathered:
                 rows_of_array.add(segment, within, slots)
+        while mapped and sum(one.mapped_bytes for one in self._opened.values()) > MOST_MAPPED:
+            self._opened.popitem(last=False)[1].close()
         return tuple(rows_of_array.column(order) for rows_of_array in gathered)
 
 
 class _GatheredRows:
     """Rows of fixed shape, read segment by segment into their final places."""
 
-    def __init__(self, array: Array, count: int) -> None:
-        self._array = array
+    def __init__(self, array: Array, count: int, mapped: bool) -> None:
+        self._array, self._mapped = array, mapped
         self._values = np.empty((count, *array.stored_shape), array.stored_dtype)
         self._scale = np.empty(count, np.float32) if array.scaled else None
 
     def add(self, segment: Segment, within: AnyArray, slots: AnyArray) -> None:
         """Read the rows `within` a segment to their slots."""
-        picked = zip(within.tolist(), slots.tolist(), strict=True)
-        segment.gather(self._array, [(row, row + 1, slot) for row, slot in picked], self._values)
+        if not (self._mapped and segment.take(self._array, within, slots, self._values)):
+            segment.gather(self._array, _runs(within, slots), self._values)
         if self._scale is not None:
             self._scale[slots] = segment.small(f"{self._array.name}#scale")[within]
 
@@ -375,6 +384,20 @@ class _GatheredRows:
         """Return the rows."""
         del order
         return Column(self._array, self._values, self._scale)
+
+
+def _runs(rows: AnyArray, slots: AnyArray) -> list[Pick]:
+    """Return consecutive rows that go to consecutive slots, as one pick each.
+
+    >>> _runs(np.array([3, 4, 7]), np.array([0, 1, 2]))
+    [(3, 5, 0), (7, 8, 2)]
+    """
+    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(slots) != 1)) + 1
+    starts = np.concatenate([breaks[:0], [0], breaks])
+    lengths = np.diff(starts, append=len(rows))
+    firsts = rows[starts]
+    stops = firsts + lengths
+    return list(zip(firsts.tolist(), stops.tolist(), slots[starts].tolist(), strict=True))
 
 
 class _GatheredRagged:

@@ -26,14 +26,7 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
     values = _as_integers(ids, path=path)
     if values.ndim != 1:
         raise _not_ids(values, path=path)
-    if len(values) and (lowest := int(values.min())) < 0:
-        raise InvalidRowsError(
-            "an id is negative",
-            code="store.negative_id",
-            path=path,
-            found=lowest,
-            expected="0 or more",
-        )
+    nonnegative(values, path=path)
     if num_examples is not None and len(values) and (top := int(values.max())) >= num_examples:
         raise InvalidRowsError(
             f"the block has {num_examples} examples, but an id is {top}",
@@ -50,6 +43,19 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
             found=_few(unique[counts > 1]),
         )
     return values
+
+
+def nonnegative(ids: AnyArray, *, path: str) -> AnyArray:
+    """Return the ids; raise `InvalidRowsError` if one is below 0."""
+    if len(ids) and (lowest := int(ids.min())) < 0:
+        raise InvalidRowsError(
+            "an id is negative",
+            code="store.negative_id",
+            path=path,
+            found=lowest,
+            expected="0 or more",
+        )
+    return ids
 
 
 def whole_numbers(values: Any, *, path: str) -> AnyArray:
