@@ -1,6 +1,5 @@
 """Every exact way to solve the kernel against a dense solution in float64, for every form of gradients."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,45 +115,6 @@ def test_vectors_can_be_moved_or_rows_paired(world, moved, monkeypatch):
     vectors = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(1))
     expected = (world.train @ (world.train.T @ vectors.double())).numpy()
     assert near(computed.times(vectors, 1 << 27).numpy(), expected, 1e-5)
-
-
-def test_a_packed_kernel_gives_the_dense_solution(world, monkeypatch):
-    monkeypatch.setattr(products, "BLOCK", 16)
-    cost = products._conjugate_cost
-    monkeypatch.setattr(
-        products, "_conjugate_cost", lambda *of: dataclasses.replace(cost(*of), packed=True)
-    )
-    actual = gk.attribute(world.store, solver="cg", tolerance=1e-5)
-    q = world.q
-    assert near(actual.numpy(), dense_scores(world.train, world.test, q.clamp(min=1e-12), q))
-    # The reported residual is that of the kernel, not of its rounded copy.
-    assert float(actual.solved.rpartition(" ")[2]) <= 1e-5
-
-
-@given(
-    rows=st.integers(1, 40),
-    block=st.integers(1, 17),
-    columns=st.integers(1, 3),
-    decades=st.integers(0, 8),
-    seed=st.integers(0, 99),
-)
-def test_products_of_a_packed_kernel(rows, block, columns, decades, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 6, generator=generator)
-    cosines = (x / x.norm(dim=1, keepdim=True)) @ (x / x.norm(dim=1, keepdim=True)).T
-    packed = cosines.half()
-    lengths = 10 ** (decades * (torch.rand(rows, generator=generator) - 0.5))
-    starts = range(0, rows, block)
-    blocks = tuple(packed[at : at + block, : at + block].clone() for at in starts)
-    for at, some in zip(starts, blocks, strict=True):
-        some[:, at:] += torch.ones(len(some), len(some)).triu(1).half()  # is ignored
-    vectors = torch.randn(rows, columns, generator=generator)
-    expected = packed.double().tril() + packed.double().tril(-1).T
-    expected = lengths.double()[:, None] * (expected @ (lengths[:, None] * vectors).double())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "BLOCK", block)
-        actual = products.PackedKernel(blocks, lengths).times(vectors)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4 * 10.0**decades)
 
 
 def test_coordinates_are_solved_in_all_ways(make_world):

@@ -11,7 +11,6 @@ import torch
 
 from gradkeep._budgets import format_bytes
 from gradkeep.curvature._cholesky import (
-    BLOCK,
     Solution,
     factor_bytes,
     kernel_factor,
@@ -91,7 +90,6 @@ def block_conjugate_gradients(
     *,
     tolerance: float,
     max_steps: int,
-    exact: Callable[[Tensor], Tensor] | None = None,
     report: Callable[[int, float], None] = lambda steps, residual: None,
 ) -> Solved:
     """Solve A x = b for right-hand sides `[N, b]`, each to |A x - b| <= tolerance |b|, or raise.
@@ -99,7 +97,7 @@ def block_conjugate_gradients(
     A is positive definite and given by its products with `[N, b]`. All right-hand sides are solved in the space
     that their residuals span together, so that many of them need few steps; residuals are kept orthonormal
     (Dubrulle's block method), so that equal right-hand sides do no harm. The last product computes the reported
-    residual, with `exact` where `product` is rounded.
+    residual.
 
     >>> identity = Preconditioner(torch.zeros(3, 0), torch.zeros(0), 1.0)
     >>> a = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
@@ -124,7 +122,7 @@ def block_conjugate_gradients(
         )
         solution += correction
         steps += taken
-        remainder = right - (exact or product)(solution)
+        remainder = right - product(solution)
         worst = float((remainder.norm(dim=0) / sizes).max())
         report(steps, worst)
         if worst <= tolerance:
@@ -263,63 +261,6 @@ class KernelProducts:
         out += along(train, directions, memory_budget=memory_budget + held).t()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedKernel:
-    """s K s in 16 bits, N^2 bytes: the cosines of all pairs of rows, each pair once, and the rows' lengths.
-
-    Cosines fit into float16 whatever the lengths are. They are multiplied in float32.
-    """
-
-    blocks: tuple[Tensor, ...]
-    """Float16 `[b, start + b]` from each start; columns after a row's own are ignored"""
-    lengths: Tensor
-    """`[N]`"""
-
-    def times(self, vectors: Tensor) -> Tensor:
-        """Return products `[N, b]` with vectors `[N, b]`; 2 N^2 operations each."""
-        scaled = vectors * self.lengths.unsqueeze(1)
-        out = torch.zeros_like(scaled)
-        space = torch.empty(BLOCK, BLOCK)
-        start = 0
-        for block in self.blocks:
-            stop = start + len(block)
-            for first in range(0, stop, BLOCK):
-                part = block[:, first : min(first + BLOCK, stop)]
-                wide = space[: len(part), : part.shape[1]].copy_(part)
-                if first == start:
-                    wide = wide.tril() + wide.tril(-1).t()
-                out[start:stop].addmm_(wide, scaled[first : first + part.shape[1]])
-                if first < start:
-                    out[first : first + part.shape[1]].addmm_(wide.t(), scaled[start:stop])
-            start = stop
-        return out.mul_(self.lengths.unsqueeze(1))
-
-
-def packed_bytes(rows: int) -> int:
-    """Return the bytes of a packed kernel."""
-    return rows * (rows + BLOCK)
-
-
-def pack_kernel(kernel: WeightedKernel) -> PackedKernel:
-    """Compute s K s in 16 bits; N^2 / 2 products of pairs."""
-    norms = kernel.train.norms()
-    inverse = torch.where(norms > 0, 1 / norms, 0.0)
-    blocks = []
-    for start in range(0, kernel.rows, BLOCK):
-        kernel.report(f"row {start} of {kernel.rows} packed")
-        stop = min(start + BLOCK, kernel.rows)
-        block = torch.empty(stop - start, stop, dtype=torch.float16)
-        for row, first, part in lower_rows(
-            kernel.train, start, stop, kernel.compute, kernel.passing
-        ):
-            rows, columns = slice(row, row + len(part)), slice(first, first + part.shape[1])
-            part *= inverse[columns]
-            part *= inverse[rows].unsqueeze(1)
-            block[row - start : row - start + len(part), columns] = part
-        blocks.append(block)
-    return PackedKernel(tuple(blocks), norms * kernel.weight.sqrt())
-
-
 def only_layers(gradients: Gradients, layers: tuple[str, ...]) -> Gradients:
     """Restrict gradients to some layers; only their arrays are read."""
     return dataclasses.replace(gradients, forms={name: gradients.forms[name] for name in layers})
@@ -375,7 +316,6 @@ class ConjugateSolver:
     preconditioner: Preconditioner
     columns: int
     tolerance: float
-    packed: PackedKernel | None = None
     worst: list[Solution] = field(default_factory=list)
 
     def solved(self, right: Tensor) -> Tensor:
@@ -394,25 +334,20 @@ class ConjugateSolver:
     def _some(self, right: Tensor) -> Tensor:
         kernel, s = self.kernel, self.kernel.weight.sqrt().unsqueeze(1)
 
-        def exact(vectors: Tensor) -> Tensor:
+        def product(vectors: Tensor) -> Tensor:
             moved = self.products.times(vectors * s, kernel.passing).mul_(s)
             return moved.add_(vectors, alpha=kernel.damping)
-
-        def rounded(vectors: Tensor) -> Tensor:
-            assert self.packed is not None
-            return self.packed.times(vectors).add_(vectors, alpha=kernel.damping)
 
         def report(steps: int, residual: float) -> None:
             kernel.report(f"step {steps}, residual {residual:.1e} for {right.shape[1]} queries")
 
         # More than 200 steps are a sign of a damping that is far too small.
         solved = block_conjugate_gradients(
-            exact if self.packed is None else rounded,
+            product,
             right,
             self.preconditioner,
             tolerance=self.tolerance,
             max_steps=200,
-            exact=exact,
             report=report,
         )
         self.worst.append(Solution("", solved.steps, solved.residual))
@@ -459,8 +394,6 @@ class MethodCost:
     columns: int = 0
     """Right-hand sides at a time, for conjugate gradients."""
     products: KernelProducts | None = None
-    packed: bool = False
-    """True if the kernel is packed first, for conjugate gradients."""
 
 
 def method_costs(kernel: WeightedKernel, queries: int) -> list[MethodCost]:
@@ -496,14 +429,9 @@ def _conjugate_cost(kernel: WeightedKernel, queries: int, pairs: dict[str, float
         columns = max(1, min(count, (free_bytes - held) // each))
     # Fewer than 16 right-hand sides at a time are not worth their steps.
     least = held + each * min(count, 16)
-    # Conjugate gradients take some 10 products, including the one for the residual. What a packed
-    # kernel rounds is corrected by a second run: two exact products.
-    times = math.ceil(count / columns)
-    anew = 10 * seconds * times
-    once = sum(pairs.values()) + (10 * 2 * rows**2 * columns / FLOPS + 2 * seconds) * times
-    needed = packed_bytes(rows) + held + each * columns + kernel.passing
-    packed = once < anew and needed <= kernel.free_bytes
-    return MethodCost("cg", once if packed else anew, least, columns, products, packed)
+    # Conjugate gradients take some 10 products, including the one for the residual.
+    times = 10 * math.ceil(count / columns)
+    return MethodCost("cg", seconds * times, least, columns, products)
 
 
 def choose_method(
@@ -541,10 +469,7 @@ def kernel_solver(
         return parameter_solver(kernel)
     assert chosen.products is not None
     preconditioner = build_preconditioner(kernel, pivots_for(kernel.rows, kernel.free_bytes))
-    packed = pack_kernel(kernel) if chosen.packed else None
-    return ConjugateSolver(
-        kernel, chosen.products, preconditioner, chosen.columns, tolerance, packed
-    )
+    return ConjugateSolver(kernel, chosen.products, preconditioner, chosen.columns, tolerance)
 
 
 def conjugate_gradients(
