@@ -260,6 +260,45 @@ def test_factors_of_few_bits_are_kept_where_they_fit(store, size, encoding):
     assert capture(store, "positions", size).reused_rows == report.rows
 
 
+def test_factors_of_four_bits_are_kept_where_eight_do_not_fit(store):
+    report = capture(store, "positions", 270)
+    assert {layer.storage for layer in report.layers} <= {"factors", "dense"}
+    assert store.bases() == []
+    schema = store.read(report.key).schema
+    assert sum(a.row_bytes for a in schema.arrays if a.layer is not None) + OVERHEAD <= 270
+    assert {layer.name: layer.form.get("bits") for layer in schema.layers} == {
+        "0": 4,
+        "1": None,
+        "3": 4,
+    }
+    capture(store, "positions", "queries", split="asked")
+    capture(store, "positions", "exact", name="whole")
+    own, whole = gk.gradients(store, split="train"), gk.gradients(store, split="train", name="whole")
+    assert torch.equal(own.norms(), whole.norms())  # those before rounding
+    ids = list(range(24))
+    for name, values in whole.restore(ids).items():
+        error = (own.restore(ids)[name] - values).norm() / values.norm()
+        assert error < 0.25
+    for method in ("dot", "ekfac"):
+        scores = gk.attribute(store, queries="asked", method=method)
+        assert "4 bits" in scores.approximate
+        expected = gk.attribute(store, queries="train", method=method, name="whole").numpy()
+        assert np.corrcoef(scores.numpy().ravel(), expected.ravel())[0, 1] > 0.95
+    assert capture(store, "positions", 270).reused_rows == report.rows
+
+
+def test_wide_layers_with_one_position_need_no_basis(store):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
+    model = nn.Sequential(model, nn.Linear(1024, 10))
+    data = [(torch.randn(64, 784), torch.randint(10, (64,)))]
+    report = gk.capture(
+        store, model, data, task=gk.Classification(), split="train", keep="4KiB", progress=False
+    )
+    assert store.bases() == []
+    assert report.bytes <= 64 * 4096
+
+
 def test_a_convolution_with_many_positions_is_projected_once_per_row():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 1024, 2))

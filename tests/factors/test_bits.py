@@ -8,7 +8,15 @@ from raises import raises
 
 from gradkeep import errors
 from gradkeep.factors import form_from_fields
-from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
+from gradkeep.factors._bits import (
+    PACKED,
+    BitRows,
+    Bits,
+    bit_scales,
+    from_nibbles,
+    packed_bits,
+    to_nibbles,
+)
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter, dot, dot_directions, form_to_fields
 from gradkeep.factors._outer import Outer, OuterRows
@@ -209,3 +217,19 @@ def test_sketched_products_err_by_less_than_a_hundredth_of_the_lengths(bits, gro
         lengths = directions.norm(dim=1).outer(form.squared_norms(rows).sqrt())
         assert result.shape == exact.shape
         assert bool(((result - exact).abs() <= 0.01 * lengths).all())
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**31), st.floats(-3, 3), st.floats(0, 1)
+)
+def test_factors_of_four_bits_err_by_half_a_step_and_keep_zeros(rows, size, seed, shift, dropped):
+    draws = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, size, generator=draws) + shift
+    values[torch.rand(rows, size, generator=draws) < dropped] = 0
+    decoded = from_nibbles(to_nibbles(values), size)
+    assert decoded.shape == values.shape
+    assert bool((decoded[values == 0] == 0).all())
+    span = values.amax(1).clamp(min=0) - values.amin(1).clamp(max=0)
+    # Half a step, and at the ends another half, since one of the levels is zero.
+    assert bool(((decoded - values).abs() <= (span / 15 * 1.001 + 1e-30).unsqueeze(1)).all())
+    assert to_nibbles(values).shape == (rows, 5 + (size + 1) // 2)

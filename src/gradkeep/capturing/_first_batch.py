@@ -26,7 +26,7 @@ from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
-from gradkeep.factors._outer import OuterRows
+from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.query._gradients import select_layers
 from gradkeep.store import Encoding
 
@@ -278,16 +278,18 @@ class PreparedCapture:
     def within(self, keep: Keep) -> PreparedCapture | None:
         """Return a capture of whole gradients in these bytes per row; None if coordinates are needed.
 
-        If float32 does not fit, 16 and then 8 bits are tried. With one position per row, factors are few
-        values and cost no more than a pass; coordinates are products of both factors, and cost many.
-        Settings of coordinates other than the defaults ask for coordinates.
+        If float32 does not fit, 16, 8 and then 4 bits are tried; factors of several positions per row
+        have at least 8. With one position per row, factors are few values and cost no more than a pass;
+        coordinates are products of both factors, and cost many. Settings of coordinates other than the
+        defaults ask for coordinates.
         """
         if self.fits_exactly(keep):
             return self
         if keep != Keep(keep.row_bytes):
             return None
-        for encoding in _FEWER_BITS:
-            layers = choose_storage(self.pieces, encoding=encoding, requested={}, tolerance=0.0)
+        packed = {unit: _in_four_bits(piece) for unit, piece in self.pieces.items()}
+        for encoding, pieces in (*((one, self.pieces) for one in _FEWER_BITS), ("int8-scaled", packed)):
+            layers = choose_storage(pieces, encoding=encoding, requested={}, tolerance=0.0)
             rounded = dataclasses.replace(self, layers=tuple(layers))
             if rounded.fits_exactly(keep):
                 return rounded
@@ -361,6 +363,14 @@ def prepare_capture(
         tokens=chosen.tokens if earlier is None or earlier.placed else None,
     )
     return PreparedCapture(tracer, tuple(layers), chosen.skipped, pieces)
+
+
+def _in_four_bits(piece: LayerGradients) -> LayerGradients:
+    """Return the same rows in a form that stores 4 bits per number, if it has one position per row."""
+    rows = piece.rows
+    if isinstance(piece.form, Outer) and isinstance(rows, OuterRows) and rows.offsets is None:
+        return dataclasses.replace(piece, form=dataclasses.replace(piece.form, bits=4))
+    return piece
 
 
 def _with_positions(piece: LayerGradients) -> LayerGradients:

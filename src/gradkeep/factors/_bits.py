@@ -262,3 +262,38 @@ def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int 
     if levels.shape[1] % 2:
         levels = np.pad(levels, ((0, 0), (0, 1)))
     return torch.from_numpy(levels[:, ::2] | (levels[:, 1::2] << 4))
+
+
+_NIBBLE_HEAD = 5
+"""Bytes before the codes of a row: the step between levels in float32, and the code of zero."""
+
+
+def to_nibbles(values: Tensor) -> Tensor:
+    """Round rows `[B, d]` to 16 even levels each, one of them zero, as `[B, 5 + ceil(d / 2)]` uint8.
+
+    Zero stays zero: half of the values behind a rectifier are, in every row the same sign of error would add up.
+    """
+    low = values.amin(1).clamp(max=0).float()
+    step = (values.amax(1).clamp(min=0) - low).div_(15).clamp_(min=torch.finfo(torch.float32).tiny)
+    zero = (-low / step).round_()
+    scaled = values / step.unsqueeze(1)
+    levels = scaled.add_(zero.unsqueeze(1)).round_().clamp_(0, 15).to(torch.uint8)
+    if levels.shape[1] % 2:
+        levels = functional.pad(levels, (0, 1))
+    head = step.unsqueeze(1).contiguous().view(torch.uint8), zero.to(torch.uint8).unsqueeze(1)
+    return torch.cat([*head, levels[:, ::2] | (levels[:, 1::2] << 4)], 1)
+
+
+def from_nibbles(packed: Tensor, size: int) -> Tensor:
+    """Decode rows `[B, size]` of `to_nibbles` in float32.
+
+    >>> from_nibbles(to_nibbles(torch.tensor([[0.0, 7.0, -8.0]])), 3)
+    tensor([[ 0.,  7., -8.]])
+    """
+    head, codes = packed[:, :_NIBBLE_HEAD], packed[:, _NIBBLE_HEAD:]
+    # A clone: what is viewed as float32 must be aligned.
+    step = head[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    zero = head[:, 4:].float()
+    levels = codes.new_empty(len(codes), codes.shape[1], 2)
+    levels[..., 0], levels[..., 1] = codes & 15, codes >> 4
+    return levels.flatten(1)[:, :size].float().sub_(zero).mul_(step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gradkeep._arguments import one_of
+from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import (
     CACHED,
     Spans,
@@ -21,7 +23,9 @@ from gradkeep.factors._arithmetic import (
     sum_rows,
     tiles,
 )
+from gradkeep.factors._bits import from_nibbles, to_nibbles
 from gradkeep.factors._form import (
+    OMIT_DEFAULT,
     Compute,
     FactoredForm,
     OuterProducts,
@@ -33,6 +37,8 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from gradkeep.factors._form import ArraySource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +93,11 @@ class Outer(FactoredForm[OuterRows]):
     """True if the weight is laid out `[d_in, d_out]`."""
     error: float = 0.0
     """Largest relative error of a stored gradient whose rank was cut."""
+    bits: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Bits of a stored number, 4; 0 if the arrays hold numbers. Only for one position per row."""
+
+    def __post_init__(self) -> None:
+        one_of("bits", self.bits, (0, 4), error=QueryError)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -101,8 +112,23 @@ class Outer(FactoredForm[OuterRows]):
     @property
     def approximate(self) -> str | None:
         """Description of the cut, if any."""
+        if self.bits:
+            return f"factors rounded to {self.bits} bits"
         cut = f"gradients of cut rank, relative error at most {self.error:g}"
         return cut if self.error > 0 else None
+
+    def read(self, source: ArraySource) -> OuterRows:
+        """Read rows from arrays; factors of few bits are decoded."""
+        if not self.bits:
+            return FactoredForm.read(self, source)
+        x, g = (source.tensor(name) for name in self.arrays)
+        return OuterRows(from_nibbles(x, self.d_in), from_nibbles(g, self.d_out))
+
+    def tensors(self, rows: OuterRows) -> dict[str, Tensor]:
+        """Return the tensors of rows by the names of their arrays; factors of few bits are encoded."""
+        if not self.bits:
+            return FactoredForm.tensors(self, rows)
+        return {self.prefix: to_nibbles(rows.x), self.suffix: to_nibbles(rows.g)}
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return one matrix `[d_out, d_in]` with the bias as its last column."""
