@@ -13,9 +13,9 @@ from gradkeep.factors._bits import (
     BitRows,
     Bits,
     bit_scales,
-    from_nibbles,
+    from_levels,
     packed_bits,
-    to_nibbles,
+    to_levels,
 )
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter, dot, dot_directions, form_to_fields
@@ -220,16 +220,29 @@ def test_sketched_products_err_by_less_than_a_hundredth_of_the_lengths(bits, gro
 
 
 @given(
-    st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**31), st.floats(-3, 3), st.floats(0, 1)
+    st.sampled_from([3, 6, 16]),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(0, 2**31),
+    st.floats(-3, 3),
+    st.floats(0, 1),
 )
-def test_factors_of_four_bits_err_by_half_a_step_and_keep_zeros(rows, size, seed, shift, dropped):
+def test_factors_of_few_levels_err_by_a_step_and_keep_zeros(
+    levels, rows, size, seed, shift, dropped
+):
     draws = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, size, generator=draws) + shift
     values[torch.rand(rows, size, generator=draws) < dropped] = 0
-    decoded = from_nibbles(to_nibbles(values), size)
+    packed = to_levels(values, levels)
+    decoded = from_levels(packed, levels, size)
     assert decoded.shape == values.shape
     assert bool((decoded[values == 0] == 0).all())
+    assert packed.shape == (rows, 5 + -(-size // {3: 5, 6: 3, 16: 2}[levels]))
+    # Each row decodes to at most that many values, evenly spaced, the nearest of them.
     span = values.amax(1).clamp(min=0) - values.amin(1).clamp(max=0)
-    # Half a step, and at the ends another half, since one of the levels is zero.
-    assert bool(((decoded - values).abs() <= (span / 15 * 1.001 + 1e-30).unsqueeze(1)).all())
-    assert to_nibbles(values).shape == (rows, 5 + (size + 1) // 2)
+    if levels == 16:
+        assert bool(((decoded - values).abs() <= (span / 15 * 1.001 + 1e-30).unsqueeze(1)).all())
+    for row, own in zip(values, decoded, strict=True):
+        assert len(own.unique()) <= levels
+        assert float((own - row).norm()) <= 0.8 * float(row.norm())
+    assert torch.equal(from_levels(to_levels(decoded, levels), levels, size) == 0, decoded == 0)

@@ -44,10 +44,10 @@ def test_a_form_survives_its_description(form):
     assert form_from_fields(form_to_fields(form)) == form
 
 
-def test_bits_of_factors_are_described_only_if_set():
-    form = Outer(WEIGHT, "p", "s", 4, 3, bits=4)
+def test_levels_of_factors_are_described_only_if_set():
+    form = Outer(WEIGHT, "p", "s", 4, 3, levels=16)
     assert form_from_fields(form_to_fields(form)) == form
-    assert "bits" not in form_to_fields(FORMS[0])  # as in schemas of earlier versions
+    assert "levels" not in form_to_fields(FORMS[0])  # as in schemas of earlier versions
 
 
 def spoil(draw, fields):

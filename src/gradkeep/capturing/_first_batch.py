@@ -25,7 +25,7 @@ from gradkeep.capturing._storage import (
 from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
-from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
+from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth, Levels
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.query._gradients import select_layers
 from gradkeep.store import Encoding
@@ -205,7 +205,14 @@ def _bytes(value: int | str) -> int:
         ) from error
 
 
-_FEWER_BITS: tuple[Encoding, ...] = ("bfloat16", "int8-scaled")
+_FEWER_BITS: tuple[tuple[Encoding, Levels], ...] = (
+    ("bfloat16", 0),
+    ("int8-scaled", 0),
+    ("int8-scaled", 16),
+    ("int8-scaled", 6),
+    ("int8-scaled", 3),
+)
+"""Encodings of whole gradients, and levels of the factors of layers with one position per row."""
 
 KeepChoice = str | int | Keep | Mapping[str, str] | None
 """Name of a storage for all layers, a name for each glob of layers, or bytes per row; None for the
@@ -278,17 +285,17 @@ class PreparedCapture:
     def within(self, keep: Keep) -> PreparedCapture | None:
         """Return a capture of whole gradients in these bytes per row; None if coordinates are needed.
 
-        If float32 does not fit, 16, 8 and then 4 bits are tried; factors of several positions per row
-        have at least 8. With one position per row, factors are few values and cost no more than a pass;
-        coordinates are products of both factors, and cost many. Settings of coordinates other than the
-        defaults ask for coordinates.
+        If float32 does not fit, 16 bits, 8 bits, and 16, 6 and 3 levels are tried; levels only for
+        factors of one position per row. These are few values and cost no more than a pass; coordinates
+        are products of both factors, and cost many. Settings of coordinates other than the defaults ask
+        for coordinates.
         """
         if self.fits_exactly(keep):
             return self
         if keep != Keep(keep.row_bytes):
             return None
-        packed = {unit: _in_four_bits(piece) for unit, piece in self.pieces.items()}
-        for encoding, pieces in (*((one, self.pieces) for one in _FEWER_BITS), ("int8-scaled", packed)):
+        for encoding, levels in _FEWER_BITS:
+            pieces = {unit: _rounded(piece, levels) for unit, piece in self.pieces.items()}
             layers = choose_storage(pieces, encoding=encoding, requested={}, tolerance=0.0)
             rounded = dataclasses.replace(self, layers=tuple(layers))
             if rounded.fits_exactly(keep):
@@ -365,11 +372,11 @@ def prepare_capture(
     return PreparedCapture(tracer, tuple(layers), chosen.skipped, pieces)
 
 
-def _in_four_bits(piece: LayerGradients) -> LayerGradients:
-    """Return the same rows in a form that stores 4 bits per number, if it has one position per row."""
-    rows = piece.rows
-    if isinstance(piece.form, Outer) and isinstance(rows, OuterRows) and rows.offsets is None:
-        return dataclasses.replace(piece, form=dataclasses.replace(piece.form, bits=4))
+def _rounded(piece: LayerGradients, levels: Levels) -> LayerGradients:
+    """Return the same rows in a form that rounds its numbers to levels, if it has one position per row."""
+    form, rows = piece.form, piece.rows
+    if isinstance(form, Outer) and isinstance(rows, OuterRows) and rows.offsets is None:
+        return dataclasses.replace(piece, form=dataclasses.replace(form, levels=levels))
     return piece
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from gradkeep.factors._arithmetic import (
     sum_rows,
     tiles,
 )
-from gradkeep.factors._bits import from_nibbles, to_nibbles
+from gradkeep.factors._bits import Levels, from_levels, to_levels
 from gradkeep.factors._form import (
     OMIT_DEFAULT,
     Compute,
@@ -93,11 +93,11 @@ class Outer(FactoredForm[OuterRows]):
     """True if the weight is laid out `[d_in, d_out]`."""
     error: float = 0.0
     """Largest relative error of a stored gradient whose rank was cut."""
-    bits: int = field(default=0, metadata=OMIT_DEFAULT)
-    """Bits of a stored number, 4; 0 if the arrays hold numbers. Only for one position per row."""
+    levels: Levels = field(default=0, metadata=OMIT_DEFAULT)
+    """Levels that stored numbers are rounded to, for one position per row; 0 if they are not."""
 
     def __post_init__(self) -> None:
-        one_of("bits", self.bits, (0, 4), error=QueryError)
+        one_of("levels", self.levels, get_args(Levels), error=QueryError)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -112,23 +112,25 @@ class Outer(FactoredForm[OuterRows]):
     @property
     def approximate(self) -> str | None:
         """Description of the cut, if any."""
-        if self.bits:
-            return f"factors rounded to {self.bits} bits"
+        if self.levels:
+            return f"factors rounded to {self.levels} levels"
         cut = f"gradients of cut rank, relative error at most {self.error:g}"
         return cut if self.error > 0 else None
 
     def read(self, source: ArraySource) -> OuterRows:
-        """Read rows from arrays; factors of few bits are decoded."""
-        if not self.bits:
+        """Read rows from arrays, decoding those of few levels."""
+        if not self.levels:
             return FactoredForm.read(self, source)
         x, g = (source.tensor(name) for name in self.arrays)
-        return OuterRows(from_nibbles(x, self.d_in), from_nibbles(g, self.d_out))
+        sides = from_levels(x, self.levels, self.d_in), from_levels(g, self.levels, self.d_out)
+        return OuterRows(*sides)
 
     def tensors(self, rows: OuterRows) -> dict[str, Tensor]:
-        """Return the tensors of rows by the names of their arrays; factors of few bits are encoded."""
-        if not self.bits:
+        """Return the tensors of rows by the names of their arrays, encoding those of few levels."""
+        if not self.levels:
             return FactoredForm.tensors(self, rows)
-        return {self.prefix: to_nibbles(rows.x), self.suffix: to_nibbles(rows.g)}
+        sides = to_levels(rows.x, self.levels), to_levels(rows.g, self.levels)
+        return dict(zip(self.arrays, sides, strict=True))
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return one matrix `[d_out, d_in]` with the bias as its last column."""
