@@ -14,7 +14,7 @@ from gradkeep._ranks import rank_correlation
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._tracer import Reducer, empty_gradients
-from gradkeep.capturing.rules._rules import DENSE_RULES
+from gradkeep.capturing.rules._rules import BROADCAST, DENSE_RULES
 from gradkeep.curvature._basis import leading
 from gradkeep.curvature._moments import WIDE, MatrixMoments, VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
@@ -139,13 +139,13 @@ def default_layers(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
 
     Below 64 KiB per row, attention layers are left out if they are the smaller part of the model:
     measured on language models, up to 16 KiB per row their coordinates are worth less than those of
-    other layers. Vectors, and layers that must run again for their gradients, are left out where they
-    are at most a tenth of the model.
+    other layers. Vectors, and parameters outside of layers with a rule, are left out where they are at
+    most a tenth of the model.
     """
     chosen = list(units)
     few_bytes = keep.row_bytes < (64 << 10)
     attention = [u for u in units if few_bytes and _ATTENTION.search(u.name)]
-    rerun = [u for u in units if u.rule in DENSE_RULES]
+    rerun = [u for u in units if u.rule in (*DENSE_RULES, BROADCAST)]
     vectors = [u for u in units if all(len(p.shape) < 2 for p in u.parameters)]
     for odd, most in ((attention, 0.5), (rerun, 0.1), (vectors, 0.1)):
         rest = [unit for unit in chosen if unit not in odd]
