@@ -57,8 +57,8 @@ LEAST = 192
 class Keep:
     """Store a fixed number of bytes per row, everything included: `keep="4KiB"` is `keep=gk.Keep("4KiB")`.
 
-    If whole gradients fit these bytes in 32, 16 or 8 bits, as factors of layers with one position per row
-    often do, they are stored. If not, or if other settings of coordinates than the defaults are passed and
+    If whole gradients fit these bytes in 32, 16 or 8 bits, or factors of layers with one position per row
+    in 16, 6 or 3 levels, they are stored. If not, or if other settings of coordinates than the defaults are passed and
     32 bits do not fit, coordinates are stored:
 
     Of each layer's gradient G, coordinates in the eigenbasis of its Kronecker-factored Fisher matrix are
@@ -205,14 +205,15 @@ def _bytes(value: int | str) -> int:
         ) from error
 
 
-_FEWER_BITS: tuple[tuple[Encoding, Levels], ...] = (
-    ("bfloat16", 0),
-    ("int8-scaled", 0),
-    ("int8-scaled", 16),
-    ("int8-scaled", 6),
-    ("int8-scaled", 3),
+_FEWER_BITS: tuple[tuple[Encoding, Levels, int], ...] = (
+    ("bfloat16", 0, 2),
+    ("int8-scaled", 0, 4),
+    ("int8-scaled", 16, 8),
+    ("int8-scaled", 6, 12),
+    ("int8-scaled", 3, 20),
 )
-"""Encodings of whole gradients, and levels of the factors of layers with one position per row."""
+"""Encodings of whole gradients, levels of the factors of layers with one position per row, and how much smaller
+than in float32 both are at most."""
 
 KeepChoice = str | int | Keep | Mapping[str, str] | None
 """Name of a storage for all layers, a name for each glob of layers, or bytes per row; None for the
@@ -294,7 +295,9 @@ class PreparedCapture:
             return self
         if keep != Keep(keep.row_bytes):
             return None
-        for encoding, levels in _FEWER_BITS:
+        for encoding, levels, most in _FEWER_BITS:
+            if self.row_bytes / most + OVERHEAD > keep.row_bytes:
+                continue
             pieces = {unit: _rounded(piece, levels) for unit, piece in self.pieces.items()}
             layers = choose_storage(pieces, encoding=encoding, requested={}, tolerance=0.0)
             rounded = dataclasses.replace(self, layers=tuple(layers))
