@@ -64,8 +64,9 @@ class BroadcastUse(WeightUse):
     __hash__ = WeightUse.__hash__
 
     def expanded(self, rows: int) -> Tensor:
-        """Return a view `[B, *inner]` of the parameter."""
-        return self.weight.view(1, *self.inner).expand(rows, *self.inner)
+        """Return a view `[B, *inner]` of the parameter: a leaf, as parameters are."""
+        view = self.weight.detach().view(1, *self.inner).expand(rows, *self.inner)
+        return view.requires_grad_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +98,7 @@ def broadcasting(uses: Iterable[nn.Module], rows: int) -> Iterator[list[FoundUse
     with contextlib.ExitStack() as stack:
         for use in dict.fromkeys(uses):
             if isinstance(use, BroadcastUse):
-                with torch.enable_grad():
-                    view = use.expanded(rows)
+                view = use.expanded(rows)
                 parameters: Any = use.owner._parameters
                 if parameters[use.name] is not use.weight:
                     raise ValueError("a parameter is broadcast in two ways")
