@@ -260,6 +260,50 @@ def test_factors_of_few_bits_are_kept_where_they_fit(store, size, encoding):
     assert capture(store, "positions", size).reused_rows == report.rows
 
 
+@pytest.mark.parametrize(
+    ("size", "levels", "error", "agreement"), [(280, 16, 0.25, 0.95), (250, 6, 0.5, 0.8)]
+)
+def test_factors_of_few_levels_are_kept_where_eight_bits_do_not_fit(
+    store, size, levels, error, agreement
+):
+    report = capture(store, "positions", size)
+    assert {layer.storage for layer in report.layers} <= {"factors", "dense"}
+    assert store.bases() == []
+    schema = store.read(report.key).schema
+    assert sum(a.row_bytes for a in schema.arrays if a.layer is not None) + OVERHEAD <= size
+    known = {layer.name: layer.form.get("levels") for layer in schema.layers}
+    assert known == {"0": levels, "1": None, "3": levels}
+    capture(store, "positions", "queries", split="asked")
+    capture(store, "positions", "exact", name="whole")
+    own, whole = (
+        gk.gradients(store, split="train"),
+        gk.gradients(store, split="train", name="whole"),
+    )
+    assert torch.equal(own.norms(), whole.norms())  # those before rounding
+    ids = list(range(24))
+    restored = own.restore(ids)
+    for name, values in whole.restore(ids).items():
+        assert (restored[name] - values).norm() < error * values.norm()
+    for method in ("dot", "ekfac"):
+        scores = gk.attribute(store, queries="asked", method=method)
+        assert f"{levels} levels" in scores.approximate
+        expected = gk.attribute(store, queries="train", method=method, name="whole").numpy()
+        assert np.corrcoef(scores.numpy().ravel(), expected.ravel())[0, 1] > agreement
+    assert capture(store, "positions", size).reused_rows == report.rows
+
+
+def test_wide_layers_with_one_position_need_no_basis(store):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
+    model = nn.Sequential(model, nn.Linear(1024, 10))
+    data = [(torch.randn(64, 784), torch.randint(10, (64,)))]
+    report = gk.capture(
+        store, model, data, task=gk.Classification(), split="train", keep="4KiB", progress=False
+    )
+    assert store.bases() == []
+    assert report.bytes <= 64 * 4096
+
+
 def test_a_convolution_with_many_positions_is_projected_once_per_row():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 1024, 2))

@@ -280,20 +280,24 @@ def test_an_interrupted_capture_goes_on_with_batches_unlike_the_first(store):
     assert_right(store, model, batches)
 
 
-def test_subclasses_with_a_forward_of_their_own_go_the_general_way(store):
-    class Doubled(nn.Linear):
+def test_subclasses_with_a_forward_of_their_own_are_captured_as_they_compute(store):
+    class Doubled(nn.Linear):  # a matrix product, found in the graph
         def forward(self, x):
             return 2 * super().forward(x)
+
+    class Clipped(nn.Linear):  # none: its module runs again
+        def forward(self, x):
+            return torch.einsum("bi,oi->bo", x, self.weight.clamp(max=0.1)) + self.bias
 
     class Named(nn.Linear):
         pass
 
     torch.manual_seed(0)
-    model = nn.Sequential(Doubled(WIDTH, 5), nn.Tanh(), Named(5, 3))
+    model = nn.Sequential(Doubled(WIDTH, 5), nn.Tanh(), Clipped(5, 5), nn.Tanh(), Named(5, 3))
     draw = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, 3, generator=draw))]
     captured = capture(store, model, batches)
-    assert [layer.storage for layer in captured.layers] == ["dense", "factors"]
+    assert [layer.storage for layer in captured.layers] == ["factors", "dense", "factors"]
     assert_right(store, model, batches)
 
 

@@ -8,7 +8,15 @@ from raises import raises
 
 from gradkeep import errors
 from gradkeep.factors import form_from_fields
-from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
+from gradkeep.factors._bits import (
+    PACKED,
+    BitRows,
+    Bits,
+    bit_scales,
+    from_levels,
+    packed_bits,
+    to_levels,
+)
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter, dot, dot_directions, form_to_fields
 from gradkeep.factors._outer import Outer, OuterRows
@@ -209,3 +217,32 @@ def test_sketched_products_err_by_less_than_a_hundredth_of_the_lengths(bits, gro
         lengths = directions.norm(dim=1).outer(form.squared_norms(rows).sqrt())
         assert result.shape == exact.shape
         assert bool(((result - exact).abs() <= 0.01 * lengths).all())
+
+
+@given(
+    st.sampled_from([3, 6, 16]),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(0, 2**31),
+    st.floats(-3, 3),
+    st.floats(0, 1),
+)
+def test_factors_of_few_levels_err_by_a_step_and_keep_zeros(
+    levels, rows, size, seed, shift, dropped
+):
+    draws = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, size, generator=draws) + shift
+    values[torch.rand(rows, size, generator=draws) < dropped] = 0
+    packed = to_levels(values, levels)
+    decoded = from_levels(packed, levels, size)
+    assert decoded.shape == values.shape
+    assert bool((decoded[values == 0] == 0).all())
+    assert packed.shape == (rows, 5 + -(-size // {3: 5, 6: 3, 16: 2}[levels]))
+    # Each row decodes to at most that many values, evenly spaced, the nearest of them.
+    span = values.amax(1).clamp(min=0) - values.amin(1).clamp(max=0)
+    if levels == 16:
+        assert bool(((decoded - values).abs() <= (span / 15 * 1.001 + 1e-30).unsqueeze(1)).all())
+    for row, own in zip(values, decoded, strict=True):
+        assert len(own.unique()) <= levels
+        assert float((own - row).norm()) <= 0.8 * float(row.norm())
+    assert torch.equal(from_levels(to_levels(decoded, levels), levels, size) == 0, decoded == 0)

@@ -44,6 +44,12 @@ def test_a_form_survives_its_description(form):
     assert form_from_fields(form_to_fields(form)) == form
 
 
+def test_levels_of_factors_are_described_only_if_set():
+    form = Outer(WEIGHT, "p", "s", 4, 3, levels=16)
+    assert form_from_fields(form_to_fields(form)) == form
+    assert "levels" not in form_to_fields(FORMS[0])  # as in schemas of earlier versions
+
+
 def spoil(draw, fields):
     """Change, drop or add one thing, at any depth."""
     place = draw.choice(list(fields))

@@ -9,7 +9,8 @@ from torch import nn
 
 import gradkeep as gk
 import gradkeep.store as gs
-from gradkeep.factors import form_from_fields
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._readiness import ready
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the libraries
@@ -122,8 +123,9 @@ def test_what_is_kept_is_what_autograd_says(tmp_path, kind):
     assert set(restored) == set(whole)
     for name, actual in restored.items():
         assert_near(actual.flatten(1), whole[name], name)
-    block = store.read(gs.CaptureKey("final", "train", "main", "exact"))
-    forms = {layer.name: form_from_fields(layer.form) for layer in block.schema.layers}
+    with ready(model):  # forms before anything is stored dense
+        pieces = prepare_capture(model, task, halves[0], CaptureSettings()).pieces
+    forms = {unit.name: piece.form for unit, piece in pieces.items()}
     basis = store.read(gs.BasisKey("final", "main", "small"))
     arrays = basis.read_rows(np.zeros(1, np.int64), list(basis.names))
     stored = store.read(gs.CaptureKey("final", "test", "main", "small"))

@@ -14,17 +14,19 @@ from gradkeep._ranks import rank_correlation
 from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._tracer import Reducer, empty_gradients
-from gradkeep.capturing.rules._rules import DENSE_RULES
+from gradkeep.capturing.rules._rules import BROADCAST, DENSE_RULES
 from gradkeep.curvature._basis import leading
 from gradkeep.curvature._moments import WIDE, MatrixMoments, VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
-from gradkeep.factors._arithmetic import pairwise
+from gradkeep.factors._arithmetic import CACHED, pairwise
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
 from gradkeep.factors._convolution import Convolution
+from gradkeep.factors._form import dot
+from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._weights import BlockProjection, LayerProjection, WeightMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
-    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors._form import AnyForm, GradientRows
+    from gradkeep.factors._weights import WeightBlock
 
     Moments = MatrixMoments | VectorMoments
     BlockSize = tuple[int, int, int]
@@ -136,13 +139,13 @@ def default_layers(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
 
     Below 64 KiB per row, attention layers are left out if they are the smaller part of the model:
     measured on language models, up to 16 KiB per row their coordinates are worth less than those of
-    other layers. Vectors, and layers that must run again for their gradients, are left out where they
-    are at most a tenth of the model.
+    other layers. Vectors, and parameters outside of layers with a rule, are left out where they are at
+    most a tenth of the model.
     """
     chosen = list(units)
     few_bytes = keep.row_bytes < (64 << 10)
     attention = [u for u in units if few_bytes and _ATTENTION.search(u.name)]
-    rerun = [u for u in units if u.rule in DENSE_RULES]
+    rerun = [u for u in units if u.rule in (*DENSE_RULES, BROADCAST)]
     vectors = [u for u in units if all(len(p.shape) < 2 for p in u.parameters)]
     for odd, most in ((attention, 0.5), (rerun, 0.1), (vectors, 0.1)):
         rest = [unit for unit in chosen if unit not in odd]
@@ -462,15 +465,45 @@ def _full_scores(
     parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep: Keep
 ) -> Tensor:
     """Compute the scores `[S, S]` of one layer."""
-    form = parts[0].pieces[unit].form
-    dense = torch.cat([form.restore(part.pieces[unit].rows.widened()) for part in parts])
+    form, rows = parts[0].pieces[unit].form, [part.pieces[unit].rows for part in parts]
+    if _has_one_position(form, rows):  # much smaller than their products
+        parts_of_rows: list[Any] = [one.widened() for one in rows]
+        stacked = OuterRows.stacked(parts_of_rows)
+
+        def block_values(block: WeightBlock, tops: Tensor, sides: Tensor) -> Tensor:
+            return form.between(stacked, block, tops, sides)
+
+        products = dot(form, stacked, stacked, compute="factored", scratch=CACHED)
+        return _weighed_scores(form, products, layer, keep, block_values)
+    dense = torch.cat([form.restore(one.widened()) for one in rows])
+
+    def dense_values(block: WeightBlock, tops: Tensor, sides: Tensor) -> Tensor:
+        return tops.mT @ block.matrices(dense) @ sides
+
+    return _weighed_scores(form, pairwise(dense, dense), layer, keep, dense_values)
+
+
+def _has_one_position(form: AnyForm, rows: Sequence[GradientRows]) -> bool:
+    return isinstance(form, Outer) and all(
+        isinstance(one, OuterRows) and one.offsets is None for one in rows
+    )
+
+
+def _weighed_scores(
+    form: AnyForm,
+    products: Tensor,
+    layer: LeadingLayer | None,
+    keep: Keep,
+    between: Callable[[WeightBlock, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Weigh products `[S, S]` of a layer; `between` returns a block's values between its eigenvectors."""
     if layer is None or layer.mean <= 0:
-        return pairwise(dense, dense)
+        return products
     added = keep.damping * layer.mean
-    out = pairwise(dense, dense) / (layer.rest + added)
+    out = products / (layer.rest + added)
     for block, piece in zip(layer.blocks, form.weight_blocks(), strict=True):
-        tops, sides = block.row_vectors.to(dense), block.col_vectors.to(dense)
-        values = (tops.mT @ piece.matrices(dense) @ sides).flatten(1)
+        tops, sides = block.row_vectors.to(products), block.col_vectors.to(products)
+        values = between(piece, tops, sides).flatten(1)
         gain = 1 / (block.values + added) - 1 / (layer.rest + added)
         out += pairwise(values * gain.to(values), values)
     return out

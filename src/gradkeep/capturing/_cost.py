@@ -38,11 +38,11 @@ from gradkeep.capturing._first_batch import (
     segment_bytes,
     segment_rows,
 )
-from gradkeep.capturing._proofs import candidate_rules, is_shared
+from gradkeep.capturing._proofs import candidate_rules, is_shared, product_uses
 from gradkeep.capturing._readiness import LOW, device_of, in_mode, ready
 from gradkeep.capturing._rows import GradientMaker
 from gradkeep.capturing._storage import choose_storage
-from gradkeep.capturing._tracer import LayerCall, Tracer, fill
+from gradkeep.capturing._tracer import LayerCall, Tracer, fill, use_call
 from gradkeep.capturing.rules._layers import (
     LayerGradients,
     dense_gradients,
@@ -61,6 +61,7 @@ from gradkeep.capturing.rules._rules import (
     units_of,
     watched_modules,
 )
+from gradkeep.capturing.rules._uses import find_products
 from gradkeep.errors import CaptureError, GradkeepError
 from gradkeep.factors._bits import PACKED
 from gradkeep.factors._lookup import LookupRows
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._rows import RowMaker
     from gradkeep.capturing._storage import LayerStorage
+    from gradkeep.capturing.rules._uses import ProductUse
     from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
@@ -244,6 +246,8 @@ def plan_shapes(
         with work.counting():
             modules = [*watched_modules(units), *hollow.modules()]
             measured, target, calls = tracer.forward(modules, fake_batch)
+        products = product_uses(units, calls)
+        calls += [use_call(found) for found in find_products(target, products.values())]
         weights = tensors(units)
         reached = torch.autograd.grad(target.sum(), weights, retain_graph=True, allow_unused=True)
         with work.counting():
@@ -252,7 +256,10 @@ def plan_shapes(
     used = [unit for unit in units if any(gradients[w] is not None for w in unit.weights)]
     by_module, rows = calls_by_module(calls), batch_size(batch)
     with torch.no_grad():
-        pieces = dict(_shaped_piece(hollow, unit, by_module, rows, numbers) for unit in used)
+        pieces = dict(
+            _shaped_piece(hollow, unit, by_module, rows, numbers, products.get(unit))
+            for unit in used
+        )
     requested = requested_storages(list(pieces), settings.keep, {})
     # The rank within a tolerance depends on values: factors are an upper bound.
     requested = {
@@ -339,12 +346,13 @@ def _shaped_piece(
     calls: dict[nn.Module, list[LayerCall]],
     rows: int,
     numbers: Numbers,
+    product: ProductUse | None,
 ) -> tuple[LayerUnit, LayerGradients]:
     """Return the unit with its rule, and the shapes of its gradients."""
     if is_shared(unit, calls, rows):
         own = calls_of(unit, calls)
         return dataclasses.replace(unit, axis="shared"), _lookup(unit, own, rows, {}, shared=True)
-    for rule in candidate_rules(model, unit, calls, rows=rows):
+    for rule in candidate_rules(model, unit, calls, rows=rows, product=product):
         if rule.rule in DENSE_RULES:
             break
         own = calls_of(rule, calls)

@@ -25,8 +25,8 @@ from gradkeep.capturing._storage import (
 from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
-from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
-from gradkeep.factors._outer import OuterRows
+from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth, Levels
+from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.query._gradients import select_layers
 from gradkeep.store import Encoding
 
@@ -57,8 +57,8 @@ LEAST = 192
 class Keep:
     """Store a fixed number of bytes per row, everything included: `keep="4KiB"` is `keep=gk.Keep("4KiB")`.
 
-    If whole gradients fit these bytes in 32, 16 or 8 bits, as factors of layers with one position per row
-    often do, they are stored. If not, or if other settings of coordinates than the defaults are passed and
+    If whole gradients fit these bytes in 32, 16 or 8 bits, or factors of layers with one position per row
+    in 16, 6 or 3 levels, they are stored. If not, or if other settings of coordinates than the defaults are passed and
     32 bits do not fit, coordinates are stored:
 
     Of each layer's gradient G, coordinates in the eigenbasis of its Kronecker-factored Fisher matrix are
@@ -205,7 +205,15 @@ def _bytes(value: int | str) -> int:
         ) from error
 
 
-_FEWER_BITS: tuple[Encoding, ...] = ("bfloat16", "int8-scaled")
+_FEWER_BITS: tuple[tuple[Encoding, Levels, int], ...] = (
+    ("bfloat16", 0, 2),
+    ("int8-scaled", 0, 4),
+    ("int8-scaled", 16, 8),
+    ("int8-scaled", 6, 12),
+    ("int8-scaled", 3, 20),
+)
+"""Encodings of whole gradients, levels of the factors of layers with one position per row, and how much smaller
+than in float32 both are at most."""
 
 KeepChoice = str | int | Keep | Mapping[str, str] | None
 """Name of a storage for all layers, a name for each glob of layers, or bytes per row; None for the
@@ -278,16 +286,20 @@ class PreparedCapture:
     def within(self, keep: Keep) -> PreparedCapture | None:
         """Return a capture of whole gradients in these bytes per row; None if coordinates are needed.
 
-        If float32 does not fit, 16 and then 8 bits are tried. With one position per row, factors are few
-        values and cost no more than a pass; coordinates are products of both factors, and cost many.
-        Settings of coordinates other than the defaults ask for coordinates.
+        If float32 does not fit, 16 bits, 8 bits, and 16, 6 and 3 levels are tried; levels only for
+        factors of one position per row. These are few values and cost no more than a pass; coordinates
+        are products of both factors, and cost many. Settings of coordinates other than the defaults ask
+        for coordinates.
         """
         if self.fits_exactly(keep):
             return self
         if keep != Keep(keep.row_bytes):
             return None
-        for encoding in _FEWER_BITS:
-            layers = choose_storage(self.pieces, encoding=encoding, requested={}, tolerance=0.0)
+        for encoding, levels, most in _FEWER_BITS:
+            if self.row_bytes / most + OVERHEAD > keep.row_bytes:
+                continue
+            pieces = {unit: _rounded(piece, levels) for unit, piece in self.pieces.items()}
+            layers = choose_storage(pieces, encoding=encoding, requested={}, tolerance=0.0)
             rounded = dataclasses.replace(self, layers=tuple(layers))
             if rounded.fits_exactly(keep):
                 return rounded
@@ -361,6 +373,14 @@ def prepare_capture(
         tokens=chosen.tokens if earlier is None or earlier.placed else None,
     )
     return PreparedCapture(tracer, tuple(layers), chosen.skipped, pieces)
+
+
+def _rounded(piece: LayerGradients, levels: Levels) -> LayerGradients:
+    """Return the same rows in a form that rounds its numbers to levels, if it has one position per row."""
+    form, rows = piece.form, piece.rows
+    if isinstance(form, Outer) and isinstance(rows, OuterRows) and rows.offsets is None:
+        return dataclasses.replace(piece, form=dataclasses.replace(form, levels=levels))
+    return piece
 
 
 def _with_positions(piece: LayerGradients) -> LayerGradients:

@@ -18,15 +18,16 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from gradkeep.capturing._batches import batch_size, rows_of
+from gradkeep.capturing._batches import batch_size, leaves, rows_of
 from gradkeep.capturing._storage import Adjustments, BatchMismatchError
-from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, is_reached
+from gradkeep.capturing._tracer import LayerCall, Tracer, call_pattern, fill, is_reached, use_call
 from gradkeep.capturing.rules._layers import (
     SAMPLE_AXES,
     possible,
     whole_model_gradients,
 )
 from gradkeep.capturing.rules._rules import (
+    BROADCAST,
     DENSE_RULES,
     LayerUnit,
     calls_by_module,
@@ -34,6 +35,14 @@ from gradkeep.capturing.rules._rules import (
     find_called_module,
     unit_gradients,
     watched_modules,
+)
+from gradkeep.capturing.rules._uses import (
+    BroadcastUse,
+    ProductUse,
+    broadcast_uses,
+    find_products,
+    inner_shapes,
+    product_use,
 )
 from gradkeep.errors import CaptureError
 
@@ -136,10 +145,12 @@ def choose_rules(
     *,
     uncovered: Uncovered,
     single: Collection[str] = (),
+    copies: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
 ) -> ChosenRules:
     """Choose a rule for each unit that gives autograd's gradients on this batch.
 
-    Units named in `single` are captured by passes over single samples. Cost: one forward and two backward
+    Units named in `single` are captured by passes over single samples; `copies` are the shapes that samples'
+    copies of parameters had in earlier batches. Cost: one forward and two backward
     passes, and one pass per sample for units that only the last resort covers. Only one layer's gradient
     by autograd is held at a time, plus those of units without a factor rule.
     """
@@ -152,14 +163,20 @@ def choose_rules(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         measured, target, calls = tracer.forward(modules, batch)
+    products = product_uses(units, calls)
+    calls += [use_call(found) for found in find_products(target, products.values())]
     floating = {dtype for dtype in dtypes if dtype.is_floating_point} | {target.dtype}
     fill(calls, target, retain=True)
     tolerance = max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating)
-    search = _RuleSearch(tracer, batch, target, calls_by_module(calls), tolerance, single)
+    by_module = calls_by_module(calls)
+    search = _RuleSearch(
+        tracer, batch, target, by_module, products, tolerance, single, copies or {}
+    )
     unused = backward_per_layer((target * search.weights).sum(), units, search.add_gradient)
     rules, last_resort = search.rules, search.try_dense()
     used = [unit for unit in units if unit in rules or unit in search.expected]
-    dense = [unit for unit in used if unit in last_resort or rules[unit][0].rule in DENSE_RULES]
+    general = {unit for unit, (rule, _) in rules.items() if rule.rule in (*DENSE_RULES, BROADCAST)}
+    dense = [unit for unit in used if unit in last_resort or unit in general]
     if dense and uncovered == "error":
         raise CaptureError(
             "some parameters have no factor rule",
@@ -197,8 +214,11 @@ class _RuleSearch:
     batch: Any
     target: Tensor
     calls: dict[nn.Module, list[LayerCall]]
+    products: Mapping[LayerUnit, ProductUse]
+    """Uses of weights in matrix products, without a call of their module."""
     tolerance: float
     single: Collection[str]
+    copies: Mapping[str, tuple[tuple[int, ...], ...]]
     rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = field(default_factory=dict)
     expected: dict[LayerUnit, Tensor] = field(default_factory=dict)
     """Autograd's gradients of the units without a factor rule."""
@@ -216,7 +236,7 @@ class _RuleSearch:
     def add_gradient(self, unit: LayerUnit, gradient: Tensor) -> None:
         """Try the factor rules on a unit with its gradient by autograd; others wait for the end."""
         if unit.name not in self.single and not is_shared(unit, self.calls, self.rows):
-            candidates = candidate_rules(self.tracer.model, unit, self.calls, rows=self.rows)
+            candidates = self._candidates(unit)
             cheap = itertools.takewhile(lambda rule: rule.rule not in DENSE_RULES, candidates)
             if self._try(unit, cheap, gradient):
                 return
@@ -225,18 +245,84 @@ class _RuleSearch:
     def try_dense(self) -> list[LayerUnit]:
         """Try the rules that run a layer again; return the units that none of them fits."""
         rest = []
+        self._try_broadcast([unit for unit in self.expected if unit.name not in self.single])
         for unit, gradient in self.expected.items():
+            if unit in self.rules:
+                continue
             if unit.name not in self.single:
                 if is_shared(unit, self.calls, self.rows) and self._try_spread(unit, gradient):
                     continue
                 with torch.no_grad():
-                    candidates = candidate_rules(
-                        self.tracer.model, unit, self.calls, rows=self.rows
-                    )
-                    if self._try(unit, candidates, gradient):
+                    if self._try(unit, self._candidates(unit), gradient):
                         continue
             rest.append(unit)
         return rest
+
+    def _candidates(self, unit: LayerUnit) -> Iterator[LayerUnit]:
+        use = self.products.get(unit)
+        return candidate_rules(self.tracer.model, unit, self.calls, rows=self.rows, product=use)
+
+    def _try_broadcast(self, units: Sequence[LayerUnit]) -> None:
+        """Replace parameters by a copy per sample, if that changes neither the target nor the gradient.
+
+        Shapes of the copies are found on few samples, one parameter of each kind of module after the other,
+        and proved on the whole batch, all together. A single sample leaves them open.
+        """
+        tensors = [leaf for leaf in leaves(self.batch) if isinstance(leaf, torch.Tensor)]
+        sizes = {size for tensor in tensors for size in tensor.shape[1:]}
+        # A number that the copies' dimension cannot be mistaken for.
+        count = next((n for n in range(2, self.rows) if n not in sizes), self.rows)
+        few, expected = rows_of(self.batch, 0, count), self.target[:count]
+        known: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
+
+        def inner_shape(unit: LayerUnit, at: int) -> tuple[int, ...] | None:
+            shape = unit.weights[at].shape
+            kind = type(unit.modules[0]), unit.parameters[at].name.rsplit(".", 1)[-1], shape
+            if kind not in known:
+                known[kind] = None
+                for option in inner_shapes(shape):
+                    is_used = self._runs(unit, at, option, few, expected)
+                    if is_used is not None:
+                        known[kind] = option
+                    if is_used:
+                        break
+            return known[kind]
+
+        rules: dict[LayerUnit, LayerUnit] = {}
+        for unit in units:
+            if unit.name in self.copies:
+                uses = broadcast_uses(unit, self.copies[unit.name])
+                rules[unit] = dataclasses.replace(unit, rule=BROADCAST, modules=uses)
+            elif unit.rule == "module" and self.rows > 1:
+                shapes = [inner_shape(unit, at) for at in range(len(unit.weights))]
+                found = [shape for shape in shapes if shape is not None]
+                if len(found) == len(shapes):
+                    uses = broadcast_uses(unit, found)
+                    rules[unit] = dataclasses.replace(unit, rule=BROADCAST, modules=uses)
+        if not rules:
+            return
+        with contextlib.suppress(Exception):  # as below
+            uses_of_all = [use for rule in rules.values() for use in rule.modules]
+            _, target, calls = self.tracer.forward(uses_of_all, self.batch)
+            fill(calls, target)
+            by_module = calls_by_module(calls)
+            with torch.no_grad():
+                for unit, rule in rules.items():
+                    own = calls_of(rule, by_module)
+                    if self._try(unit, [rule], self.expected[unit], own):
+                        self.calls |= {use: by_module[use] for use in rule.modules}
+
+    def _runs(
+        self, unit: LayerUnit, at: int, inner: tuple[int, ...], few: Any, expected: Tensor
+    ) -> bool | None:
+        """Return whether the target depends on copies of a parameter in this shape; None if it changes."""
+        part = dataclasses.replace(unit, weights=unit.weights[at : at + 1])
+        with contextlib.suppress(Exception):  # the model may check its shapes, and raise anything
+            _, target, calls = self.tracer.forward(broadcast_uses(part, [inner]), few)
+            fill(calls, target)
+            if torch.allclose(target, expected, rtol=1e-2, atol=1e-5):
+                return calls[0].suffixes[0] is not None
+        return None
 
     def _try(
         self,
@@ -301,10 +387,33 @@ def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: in
     return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
 
 
+def product_uses(
+    units: Iterable[LayerUnit], calls: Iterable[LayerCall]
+) -> dict[LayerUnit, ProductUse]:
+    """Return the matrices of modules without a rule, or that were not called, such as those of attention."""
+    called = {call.module for call in calls}
+    uses = {
+        unit: product_use(unit)
+        for unit in units
+        if unit.rule in DENSE_RULES or unit.modules[0] not in called
+    }
+    return {unit: use for unit, use in uses.items() if use is not None}
+
+
 def candidate_rules(
-    model: nn.Module, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], *, rows: int
+    model: nn.Module,
+    unit: LayerUnit,
+    calls: dict[nn.Module, list[LayerCall]],
+    *,
+    rows: int,
+    product: ProductUse | None = None,
 ) -> Iterator[LayerUnit]:
-    """Yield rules that may capture a unit, the cheapest first."""
+    """Yield rules that may capture a unit, the cheapest first; `product` is its use in matrix products."""
+    if product is not None and calls.get(product):
+        shapes = [shape for call in calls[product] for shape in (call.input_shape, call.shapes[0])]
+        for axis in ("first", "flat", "interleaved"):
+            if all(possible(shape, rows, axis) for shape in shapes):
+                yield dataclasses.replace(unit, rule="linear", modules=(product,), axis=axis)
     if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
         own = [call for module in unit.modules for call in calls[module]]
         shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
@@ -402,7 +511,9 @@ class RuleProofs:
         proved: dict[str, LayerUnit] = {}
         for count in dict.fromkeys((min(rows, self.rows), rows)):
             some = rows_of(batch, 0, count)
-            chosen = choose_rules(plain, originals, some, uncovered=uncovered)
+            chosen = choose_rules(
+                plain, originals, some, uncovered=uncovered, copies=self._copies(several)
+            )
             proved = {unit.name: unit for unit in chosen.pieces}
             self.tolerance = max(self.tolerance, chosen.tolerance)
             if all(unit.name in proved for unit in ran):
@@ -410,6 +521,15 @@ class RuleProofs:
         rules: Rules = {unit: proved.get(unit.name) for unit in several}
         self.modules |= dict.fromkeys(watched_modules([rule for rule in rules.values() if rule]))
         return rules | {unit: unit for unit in units if unit.rule == "whole"}
+
+    def _copies(self, units: Iterable[LayerUnit]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return the shapes of samples' copies of parameters, by unit."""
+        known = [rule for unit in units for rule in self._rules[unit].values() if rule is not None]
+        return {
+            rule.name: tuple(use.inner for use in rule.modules if isinstance(use, BroadcastUse))
+            for rule in known
+            if rule.rule == BROADCAST
+        }
 
     def add(self, rules: Rules, calls: Calls, rows: int) -> None:
         """Add rules for the call patterns of a batch; raise if a pattern has two rules."""

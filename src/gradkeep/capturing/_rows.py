@@ -146,6 +146,7 @@ class RowMaker(abc.ABC):
 class GradientMaker(RowMaker):
     """Compute rows with gradients."""
 
+    joined: ClassVar[int] = 512  # of small models; appending has a cost per array
     prepared: PreparedCapture
 
     @classmethod

@@ -414,7 +414,7 @@ def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _check_same(layer: LayerStorage, form: AnyForm) -> None:
     expected = layer.form
     if isinstance(form, Outer) and isinstance(expected, Outer):
-        form = dataclasses.replace(form, prefix=expected.prefix)
+        form = dataclasses.replace(form, prefix=expected.prefix, levels=expected.levels)
     if form != expected:
         raise BatchMismatchError(
             f"layer {layer.unit.name} has another shape in this batch than in the first one",

@@ -17,7 +17,7 @@ from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._readiness import device_of, has_active_dropout, in_mode, ready, uncompiled
 from gradkeep.capturing._resume import RowFingerprints, fingerprint_weights
 from gradkeep.capturing._tracer import fill
-from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
+from gradkeep.capturing.rules._layers import by_sample, linear_gradients, norm_terms
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched_modules
 from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
@@ -63,7 +63,7 @@ def _call_products(
         return None if terms is None else torch.einsum("kp,btp->kbt", directions.to(terms), terms)
     if unit.rule in ("embedding", "tied") and isinstance(call.module, nn.Embedding):
         return _embedding_products(unit, call, suffix, directions)
-    if unit.rule in ("linear", "tied") and is_linear(call.module):
+    if unit.rule in ("linear", "tied"):
         piece = linear_gradients(unit, [call], rows)
         factors = piece.rows.widened()
         assert isinstance(piece.form, FactoredForm)

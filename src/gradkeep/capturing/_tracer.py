@@ -20,13 +20,15 @@ from gradkeep.capturing.rules._layers import (
     whole_model_gradients,
 )
 from gradkeep.capturing.rules._rules import (
+    BROADCAST,
     DENSE_RULES,
     calls_by_module,
     calls_of,
     unit_gradients,
     watched_modules,
 )
-from gradkeep.errors import CaptureError
+from gradkeep.capturing.rules._uses import FoundUse, WeightUse, broadcasting, find_products
+from gradkeep.errors import CaptureError, GradkeepError
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.remat import stash
 
@@ -139,6 +141,8 @@ def watching(
 
     with contextlib.ExitStack() as stack:
         for module in dict.fromkeys(modules):
+            if isinstance(module, WeightUse):
+                continue
             handle = module.register_forward_hook(record, with_kwargs=True)
             stack.callback(handle.remove)
         # The fused inference path of transformer layers does not call hooks.
@@ -146,6 +150,12 @@ def watching(
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
         yield calls
+
+
+def use_call(found: FoundUse) -> LayerCall:
+    """Return a use of a weight as a call with one input and one output."""
+    x = found.input
+    return LayerCall(found.use, (x,), {}, (found.shape,), x.shape, (found.edge,), original=x)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -328,7 +338,20 @@ class Tracer:
         if rules is not None:
             new = [rule for rule in rules.values() if rule is not None and rule.axis == "shared"]
             spread |= {module for rule in new for module in rule.modules}
-        measured, target, calls = self.forward(modules, batch, light=light, spread=spread)
+        try:
+            measured, target, calls = self.forward(modules, batch, light=light, spread=spread)
+        except Exception as error:
+            copied = frozenset(unit.name for unit in self.units if unit.rule == BROADCAST)
+            is_memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+            if not copied or is_memory or isinstance(error, GradkeepError):
+                raise
+            raise BatchMismatchError(
+                "the model does not run this batch with a copy of its parameters per sample",
+                Adjustments(single=copied),
+                code="capture.not_broadcast",
+                found=f"{type(error).__name__}: {str(error)[:200]}",
+                fix="Begin with a batch of the same kind, or capture without these parameters.",
+            ) from error
         by_module = calls_by_module(calls)
         if rules is None:
             rules = proofs.rules(self.units, by_module, rows)
@@ -393,9 +416,14 @@ class Tracer:
         """Run the batch forward; return the measured values, the target, and the calls of the modules."""
         if spread is None:
             spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
-        with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:
+        rows = batch_size(batch)
+        with (
+            broadcasting(modules, rows) as broadcasts,
+            watching(modules, light=light, spread=spread, rows=rows) as calls,
+        ):
             measured, target = self.measure(batch)
-        return measured, target, calls
+        uses = [*broadcasts, *find_products(target, modules)]
+        return measured, target, [*calls, *map(use_call, uses)]
 
     def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
         """Return the factors `[B]` from captured to loss gradients; None if they are equal."""

@@ -27,6 +27,7 @@ PACKED: tuple[BitWidth, ...] = (1, 4)
 """Widths that are packed into bytes, with one scale per row for all layers."""
 _LEVELS: dict[BitWidth, tuple[float, float]] = {1: (2.0, -1.0), 4: (1.0, -7.5)}
 """Step and first value of the levels that codes represent, before scaling."""
+_TINY = torch.finfo(torch.float32).tiny
 MOST_IN_GROUP = 128
 """Coordinates of which one byte can hold the index of the largest, and its sign."""
 
@@ -262,3 +263,67 @@ def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int 
     if levels.shape[1] % 2:
         levels = np.pad(levels, ((0, 0), (0, 1)))
     return torch.from_numpy(levels[:, ::2] | (levels[:, 1::2] << 4))
+
+
+Levels = Literal[0, 3, 6, 16]
+"""Levels that a factor's numbers are rounded to: 5, 3 or 2 of them share a byte; 0 for numbers as they are."""
+_PER_BYTE: dict[int, int] = {3: 5, 6: 3, 16: 2}
+_HEAD = 5
+"""Bytes before the codes of a row: the step between levels in float32, and the code of zero."""
+_SHRINKS: dict[int, tuple[float, ...]] = {
+    3: (1.0, 0.8, 0.6, 0.45, 0.35, 0.25),
+    6: (1.0, 0.8, 0.65, 0.5),
+    16: (1.0,),
+}
+"""Steps that are tried, relative to those with which the levels cover all values of a row."""
+
+
+def to_levels(values: Tensor, levels: int) -> Tensor:
+    """Round each row of `[B, d]` to even levels, one of them zero, and pack them into `[B, K]` uint8.
+
+    The step is the one of a few with the least error in that row. Zero stays zero: behind a rectifier half of the
+    values are zero, in all rows the same ones, so their errors would add up.
+    """
+    each, size = _PER_BYTE[levels], values.shape[1]
+    low, high = values.amin(1).clamp(max=0).float(), values.amax(1).clamp(min=0).float()
+    zero = (-low * (levels - 1) / (high - low).clamp(min=_TINY)).round_()
+    if levels == 3:  # a step on each side of zero, unless all values lie on one side
+        zero = ((low < 0).float() + (high <= 0).float()).clamp_(max=2)
+    reach = torch.maximum(-low / zero.clamp(min=0.5), high / (levels - 1 - zero).clamp(min=0.5))
+    codes, step, least = None, reach, None
+    for shrink in _SHRINKS[levels]:
+        tried = (reach * shrink).clamp_(min=_TINY)
+        rounded = (values / tried.unsqueeze(1)).add_(zero.unsqueeze(1)).round_()
+        rounded.clamp_(0, levels - 1)
+        if len(_SHRINKS[levels]) == 1:
+            codes, step = rounded, tried
+            break
+        error = (rounded - zero.unsqueeze(1)).mul_(tried.unsqueeze(1)).sub_(values).square_().sum(1)
+        if codes is None or least is None:
+            codes, step, least = rounded, tried, error
+            continue
+        better = error < least
+        codes = torch.where(better.unsqueeze(1), rounded, codes)
+        step, least = torch.where(better, tried, step), torch.minimum(error, least)
+    assert codes is not None
+    padded = functional.pad(codes, (0, -size % each)).view(len(values), -1, each)
+    powers = torch.tensor([levels**at for at in range(each)], dtype=padded.dtype)
+    packed = (padded @ powers.to(padded.device)).to(torch.uint8)
+    head = step.unsqueeze(1).contiguous().view(torch.uint8), zero.to(torch.uint8).unsqueeze(1)
+    return torch.cat([*head, packed], 1)
+
+
+def from_levels(packed: Tensor, levels: int, size: int) -> Tensor:
+    """Decode rows `[B, size]` of `to_levels` in float32.
+
+    >>> from_levels(to_levels(torch.tensor([[0.0, 7.0, -8.0]]), 16), 16, 3)
+    tensor([[ 0.,  7., -8.]])
+    """
+    head, codes = packed[:, :_HEAD], packed[:, _HEAD:]
+    # A clone: what is viewed as float32 must be aligned.
+    step = head[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    code = torch.arange(256).unsqueeze(1)
+    powers = torch.tensor([levels**at for at in range(_PER_BYTE[levels])])
+    table = (code // powers % levels).float().to(packed.device)
+    values = functional.embedding(codes.int(), table).flatten(1)[:, :size]
+    return (values - head[:, 4:].float()).mul_(step)

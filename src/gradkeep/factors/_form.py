@@ -44,6 +44,10 @@ Storage = Literal["factors", "dense", "low rank", "coordinates"]
 coordinates in a basis."""
 
 
+OMIT_DEFAULT = {"omit default": True}
+"""Metadata of a field that schemas hold only if it is set: earlier versions did not have it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of the model: its full name and shape."""
@@ -449,6 +453,8 @@ def form_to_fields(form: Form[Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": form.kind}
     for part in dataclasses.fields(form):  # type: ignore[arg-type]
         value = getattr(form, part.name)
+        if part.metadata == OMIT_DEFAULT and value == part.default:
+            continue
         if part.name == "parameters":
             value = [[parameter.name, list(parameter.shape)] for parameter in value]
         elif dataclasses.is_dataclass(value):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
+from gradkeep._arguments import one_of
+from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import (
     CACHED,
     Spans,
@@ -21,7 +23,9 @@ from gradkeep.factors._arithmetic import (
     sum_rows,
     tiles,
 )
+from gradkeep.factors._bits import Levels, from_levels, to_levels
 from gradkeep.factors._form import (
+    OMIT_DEFAULT,
     Compute,
     FactoredForm,
     OuterProducts,
@@ -33,6 +37,8 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from gradkeep.factors._form import ArraySource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +93,11 @@ class Outer(FactoredForm[OuterRows]):
     """True if the weight is laid out `[d_in, d_out]`."""
     error: float = 0.0
     """Largest relative error of a stored gradient whose rank was cut."""
+    levels: Levels = field(default=0, metadata=OMIT_DEFAULT)
+    """Levels that stored numbers are rounded to, for one position per row; 0 if they are not."""
+
+    def __post_init__(self) -> None:
+        one_of("levels", self.levels, get_args(Levels), error=QueryError)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -101,8 +112,25 @@ class Outer(FactoredForm[OuterRows]):
     @property
     def approximate(self) -> str | None:
         """Description of the cut, if any."""
+        if self.levels:
+            return f"factors rounded to {self.levels} levels"
         cut = f"gradients of cut rank, relative error at most {self.error:g}"
         return cut if self.error > 0 else None
+
+    def read(self, source: ArraySource) -> OuterRows:
+        """Read rows from arrays, decoding those of few levels."""
+        if not self.levels:
+            return FactoredForm.read(self, source)
+        x, g = (source.tensor(name) for name in self.arrays)
+        sides = from_levels(x, self.levels, self.d_in), from_levels(g, self.levels, self.d_out)
+        return OuterRows(*sides)
+
+    def tensors(self, rows: OuterRows) -> dict[str, Tensor]:
+        """Return the tensors of rows by the names of their arrays, encoding those of few levels."""
+        if not self.levels:
+            return FactoredForm.tensors(self, rows)
+        sides = to_levels(rows.x, self.levels), to_levels(rows.g, self.levels)
+        return dict(zip(self.arrays, sides, strict=True))
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return one matrix `[d_out, d_in]` with the bias as its last column."""

@@ -346,6 +346,12 @@ def _epsilon(module: Any) -> float | None:
     return None
 
 
+def broadcast_gradients(unit: LayerUnit, calls: Sequence[LayerCall], rows: int) -> LayerGradients:
+    """Return the gradients at the samples' copies of all parameters of the unit."""
+    values = torch.cat([call.suffix().reshape(rows, -1) for call in calls], 1)
+    return dense_gradients(unit.name, unit.parameters, values)
+
+
 def module_gradients(
     units: Sequence[LayerUnit], calls: Sequence[LayerCall], *, rows: int
 ) -> dict[LayerUnit, LayerGradients]:
@@ -394,14 +400,15 @@ def _all_samples(
     leaves, shape = tree_flatten((call.args, call.kwargs))
     tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
     own = {name: value.detach() for name, value in weights.items()}
-    first = _outputs(call.module, own, _of_row((call.args, call.kwargs), 0, rows, axis))
+    length = _input_length(call)
+    first = _outputs(call.module, own, _of_row(call, 0, rows, axis))
     suffixes = [
         _split(call.suffix(index), tensor.shape, rows) for index, tensor in enumerate(first)
     ]
     varied = [
         _split_input(leaf, rows, axis)
         for leaf, tensor in zip(leaves, tensors, strict=True)
-        if tensor and possible(leaf.shape, rows, axis)
+        if tensor and _counts_samples(leaf, rows, axis, length)
     ]
 
     def value(
@@ -409,7 +416,7 @@ def _all_samples(
     ) -> torch.Tensor:
         inputs = iter(varied)
         filled = [
-            next(inputs) if tensor and possible(leaf.shape, rows, axis) else leaf
+            next(inputs) if tensor and _counts_samples(leaf, rows, axis, length) else leaf
             for leaf, tensor in zip(leaves, tensors, strict=True)
         ]
         outputs = _outputs(call.module, own, tree_unflatten(filled, shape))
@@ -451,7 +458,7 @@ def _split(suffix: torch.Tensor, one_shape: torch.Size, rows: int) -> torch.Tens
 def _one_sample(
     call: LayerCall, weights: Mapping[str, torch.Tensor], row: int, rows: int, axis: SampleAxis
 ) -> torch.Tensor:
-    args, kwargs = _of_row((call.args, call.kwargs), row, rows, axis)
+    args, kwargs = _of_row(call, row, rows, axis)
     own = {name: value.detach().requires_grad_() for name, value in weights.items()}
     with torch.enable_grad():
         outputs = [t for t in _outputs(call.module, own, (args, kwargs)) if t.requires_grad]
@@ -468,18 +475,30 @@ def _one_sample(
     return _flat(list(own.values()), gradients)
 
 
-def _of_row(inputs: Any, row: int, rows: int, axis: SampleAxis) -> Any:
+def _input_length(call: LayerCall) -> int:
+    """Return the first dimension of the first input."""
+    shape = call.input.shape
+    return shape[0] if shape else 0
+
+
+def _counts_samples(leaf: torch.Tensor, rows: int, axis: SampleAxis, length: int) -> bool:
+    """Return True if a tensor has a part for each sample; masks of windows `[W, ...]` may only look so."""
+    return possible(leaf.shape, rows, axis) and (axis != "flat" or len(leaf) == length)
+
+
+def _of_row(call: LayerCall, row: int, rows: int, axis: SampleAxis) -> Any:
     """Return the inputs of one sample; tensors that do not count the samples are shared by all."""
+    length = _input_length(call)
 
     def cut(leaf: torch.Tensor) -> torch.Tensor:
-        if not leaf.dim() or not possible(leaf.shape, rows, axis):
+        if not leaf.dim() or not _counts_samples(leaf, rows, axis, length):
             return leaf
         if axis == "second":
             return leaf[:, row : row + 1]
         each = len(leaf) // rows
         return leaf[row * each : (row + 1) * each]
 
-    return tree_map_only(torch.Tensor, cut, inputs)
+    return tree_map_only(torch.Tensor, cut, (call.args, call.kwargs))
 
 
 def whole_model_gradients(

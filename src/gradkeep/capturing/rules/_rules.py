@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradkeep.capturing.rules._layers import (
+    broadcast_gradients,
     convolution_gradients,
     embedding_gradients,
     is_convolution,
@@ -20,6 +21,7 @@ from gradkeep.capturing.rules._layers import (
     runs_as,
     tied_gradients,
 )
+from gradkeep.capturing.rules._uses import WeightUse
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import Parameter
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 DENSE_RULES = ("module", "one by one", "whole")
 """Rules that compute dense gradients of any module by running it again."""
 _TIED = "tied"
+BROADCAST = "broadcast"
+"""Rule of parameters that are replaced by a copy per sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def register_layer_rule(rule: LayerRule) -> None:
         raise CaptureError(
             f"rule must be a gk.LayerRule, not {type(rule).__name__}", code="capture.not_a_rule"
         )
-    taken = [_TIED, *DENSE_RULES, *(known.name for known in _RULES)]
+    taken = [_TIED, BROADCAST, *DENSE_RULES, *(known.name for known in _RULES)]
     if rule.name in taken:
         raise CaptureError(
             f"a layer rule {rule.name!r} exists already",
@@ -123,6 +127,8 @@ def unit_gradients(unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int) ->
     gradients: LayerGradients
     if unit.rule == _TIED:
         gradients = tied_gradients(unit, calls, rows)
+    elif unit.rule == BROADCAST:
+        gradients = broadcast_gradients(unit, calls, rows)
     elif unit.rule in DENSE_RULES:
         gradients = module_gradients([unit], calls, rows=rows)[unit]
     else:
@@ -165,12 +171,17 @@ class LayerUnit:
 
     def is_a(self, kind: builtins.type) -> bool:
         """Return True if one of its modules is of that class."""
-        return any(isinstance(module, kind) for module in self.modules)
+        return any(isinstance(module, kind) for module in self.owners)
+
+    @property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """Modules that hold the weights."""
+        return tuple(m.owner if isinstance(m, WeightUse) else m for m in self.modules)
 
     @property
     def type(self) -> str:
         """Class name of the module."""
-        return type(self.modules[0]).__name__
+        return type(self.owners[0]).__name__
 
     @property
     def size(self) -> int:
@@ -252,8 +263,11 @@ def calls_of(unit: LayerUnit, calls: Mapping[nn.Module, Sequence[LayerCall]]) ->
 def find_called_module(
     model: nn.Module, unit: LayerUnit, calls: Mapping[nn.Module, Any]
 ) -> nn.Module | None:
-    """Find a unit's module, or the nearest called one around it: torch reads some weights without a call."""
-    if unit.modules[0] in calls:
+    """Find a unit's module, or the nearest one around it that is called with a tensor.
+
+    Torch reads some weights without a call, and a table of position biases has no input.
+    """
+    if any(call.args or call.kwargs for call in calls.get(unit.modules[0], ())):
         return unit.modules[0]
     parts = [] if unit.name == ROOT and unit.modules[0] is model else unit.name.split(".")
     around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1))
