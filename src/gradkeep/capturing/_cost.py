@@ -247,7 +247,7 @@ def plan_shapes(
             modules = [*watched_modules(units), *hollow.modules()]
             measured, target, calls = tracer.forward(modules, fake_batch)
         products = product_uses(units, calls)
-        calls += [use_call(found) for found in find_products(target, products.values())]
+        calls += map(use_call, find_products(target, products.values()))
         weights = tensors(units)
         reached = torch.autograd.grad(target.sum(), weights, retain_graph=True, allow_unused=True)
         with work.counting():

@@ -164,7 +164,7 @@ def choose_rules(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         measured, target, calls = tracer.forward(modules, batch)
     products = product_uses(units, calls)
-    calls += [use_call(found) for found in find_products(target, products.values())]
+    calls += map(use_call, find_products(target, products.values()))
     floating = {dtype for dtype in dtypes if dtype.is_floating_point} | {target.dtype}
     fill(calls, target, retain=True)
     tolerance = max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating)
@@ -295,9 +295,9 @@ class _RuleSearch:
                 rules[unit] = dataclasses.replace(unit, rule=BROADCAST, modules=uses)
             elif unit.rule == "module" and self.rows > 1:
                 shapes = [inner_shape(unit, at) for at in range(len(unit.weights))]
-                found = [shape for shape in shapes if shape is not None]
-                if len(found) == len(shapes):
-                    uses = broadcast_uses(unit, found)
+                known = [shape for shape in shapes if shape is not None]
+                if len(known) == len(shapes):
+                    uses = broadcast_uses(unit, known)
                     rules[unit] = dataclasses.replace(unit, rule=BROADCAST, modules=uses)
         if not rules:
             return

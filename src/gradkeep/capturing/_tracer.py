@@ -152,10 +152,10 @@ def watching(
         yield calls
 
 
-def use_call(found: FoundUse) -> LayerCall:
+def use_call(one: FoundUse) -> LayerCall:
     """Return a use of a weight as a call with one input and one output."""
-    x = found.input
-    return LayerCall(found.use, (x,), {}, (found.shape,), x.shape, (found.edge,), original=x)
+    x = one.input
+    return LayerCall(one.use, (x,), {}, (one.shape,), x.shape, (one.edge,), original=x)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class WeightUse(nn.Module):
-    """Stands in for the module whose calls a rule reads; it is never called."""
+    """Placeholder for the module whose calls a rule reads; it is never called."""
 
     owner: nn.Module
     """Module that holds the weight."""
@@ -94,7 +94,7 @@ def inner_shapes(shape: torch.Size) -> list[tuple[int, ...]]:
 @contextlib.contextmanager
 def broadcasting(uses: Iterable[nn.Module], rows: int) -> Iterator[list[FoundUse]]:
     """Replace broadcast parameters by views with a copy per sample, until the block ends."""
-    found: list[FoundUse] = []
+    results: list[FoundUse] = []
     with contextlib.ExitStack() as stack:
         for use in dict.fromkeys(uses):
             if isinstance(use, BroadcastUse):
@@ -105,8 +105,8 @@ def broadcasting(uses: Iterable[nn.Module], rows: int) -> Iterator[list[FoundUse
                 stack.callback(parameters.__setitem__, use.name, parameters[use.name])
                 parameters[use.name] = view
                 edge = get_gradient_edge(view)
-                found.append(FoundUse(use, use.weight.detach(), view.shape, edge))
-        yield found
+                results.append(FoundUse(use, use.weight.detach(), view.shape, edge))
+        yield results
 
 
 _INPUTS = {"MmBackward0": "_saved_self", "AddmmBackward0": "_saved_mat1"}
@@ -118,7 +118,7 @@ def find_products(target: Tensor, uses: Iterable[nn.Module]) -> list[FoundUse]:
     by_weight = {use.weight: use for use in uses if isinstance(use, ProductUse)}
     if not by_weight or target.grad_fn is None:
         return []
-    found: list[FoundUse] = []
+    results: list[FoundUse] = []
     seen: set[Any] = {target.grad_fn}
     stack: list[Any] = [target.grad_fn]
     while stack:
@@ -130,11 +130,11 @@ def find_products(target: Tensor, uses: Iterable[nn.Module]) -> list[FoundUse]:
             if use is not None:
                 x = getattr(node, saved).detach()
                 shape = torch.Size((len(x), use.weight.shape[0]))
-                found.append(FoundUse(use, x, shape, GradientEdge(node, 0)))
+                results.append(FoundUse(use, x, shape, GradientEdge(node, 0)))
         new = [child for child in children if child not in seen]
         seen.update(new)
         stack += new
-    return found
+    return results
 
 
 def _transposed_weight(node: Any) -> Any:

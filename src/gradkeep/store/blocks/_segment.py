@@ -270,7 +270,7 @@ Pick = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """What this process has verified of a file: its header, and blocks of tensors."""
+    """Verified parts of a file: its header, and blocks of tensors."""
 
     header: _Header
     blocks: set[tuple[str, int]]
@@ -280,7 +280,7 @@ class _Verified:
 
 
 _MOST_VERIFIED = 4096
-"""Files of which that is remembered: headers of some kilobytes each."""
+"""Number of files whose verified parts are remembered; headers take some kilobytes each."""
 _verified: OrderedDict[tuple[object, ...], _Verified] = OrderedDict()
 """The most recently opened files of this process, by path and identity; descriptors are not held."""
 
