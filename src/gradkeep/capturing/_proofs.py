@@ -295,9 +295,9 @@ class _RuleSearch:
                 rules[unit] = dataclasses.replace(unit, rule=BROADCAST, modules=uses)
             elif unit.rule == "module" and self.rows > 1:
                 shapes = [inner_shape(unit, at) for at in range(len(unit.weights))]
-                known = [shape for shape in shapes if shape is not None]
-                if len(known) == len(shapes):
-                    uses = broadcast_uses(unit, known)
+                inner = [shape for shape in shapes if shape is not None]
+                if len(inner) == len(shapes):
+                    uses = broadcast_uses(unit, inner)
                     rules[unit] = dataclasses.replace(unit, rule=BROADCAST, modules=uses)
         if not rules:
             return
