@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing._pooling import fast_pooling
 from gradkeep.capturing._storage import Adjustments, BatchMismatchError, convert_form, no_gradients
 from gradkeep.capturing.rules._layers import (
     LayerGradients,
@@ -418,6 +419,7 @@ class Tracer:
             spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
         rows = batch_size(batch)
         with (
+            fast_pooling(self.model),
             broadcasting(modules, rows) as broadcasts,
             watching(modules, light=light, spread=spread, rows=rows) as calls,
         ):
