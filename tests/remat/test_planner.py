@@ -266,6 +266,18 @@ def test_the_floor_of_a_large_problem_is_not_above_that_of_plain_drops(large):
     assert search_plan(large, plan.evaluation.peak, effort=0.5).fits
 
 
+@pytest.mark.parametrize("room", [1.0, 1.05, 1.2])
+def test_a_plan_is_improved_within_its_budget(large, room):
+    floor = find_floor(large, effort=0.5)
+    budget = int(room * floor.evaluation.peak)
+    plan = search_plan(large, budget, start=floor.states, effort=0.5)
+    assert plan.fits
+    assert plan.evaluation.peak <= budget
+    assert plan.evaluation.seconds <= floor.evaluation.seconds
+    evaluation = PlanEvaluator(large)(plan.states)
+    assert (evaluation.peak, evaluation.seconds) == (plan.evaluation.peak, plan.evaluation.seconds)
+
+
 def test_what_fits_already_is_not_searched(large):
     plan = search_plan(large, large.peak)
     assert plan.fits

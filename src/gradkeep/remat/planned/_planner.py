@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
@@ -306,8 +307,7 @@ class StepPlanner:
             problem, target, seed=settings.seed, effort=settings.effort
         )
         if not best.fits:
-            least = find_floor(problem, seed=settings.seed, effort=settings.effort)
-            best = replace(least, fits=least.evaluation.peak <= target)
+            best = self._plan_near_floor(problem, target)
         if not best.fits:
             floor = best.evaluation.peak + reserve + overhead
             raise BudgetError(
@@ -334,11 +334,24 @@ class StepPlanner:
         )
         self.plans.append(self.last)
 
+    def _plan_near_floor(self, problem: PlanningProblem, target: int) -> FoundPlan:
+        """Find a plan where only those with the smallest peaks may fit; improve the first that does."""
+        settings = self.settings
+        search = functools.partial(search_plan, seed=settings.seed, effort=settings.effort)
+        least = search(problem, 1)
+        if least.evaluation.peak > target:  # fewer bytes for much more time
+            least = find_floor(problem, seed=settings.seed, effort=settings.effort)
+        if least.evaluation.peak > target:
+            return replace(least, fits=False)
+        return search(problem, target, start=least.states)
+
     def _resident_limit(self, trace: StepTrace, plain_rise: int) -> ResidentLimit | None:
         """Return the limit of resident memory of a step that took `plain_rise` bytes without a budget."""
         # Below 64 MiB the interpreter's own allocations are as large as what a budget saves.
         if not plain_rise or trace.peak < 64 * 2**20:
             return None
+        if isinstance(self.settings.budget, float) and self.settings.budget >= 1:
+            return None  # as much as without a budget
         if any(slot.device.type != "cpu" for slot in trace.slots):
             return None
         start = sum(stored.size for stored in trace.storages if stored.birth == 0)

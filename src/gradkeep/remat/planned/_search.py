@@ -40,10 +40,18 @@ class FoundPlan:
 
 
 def search_plan(
-    problem: PlanningProblem, budget: int, *, seed: int = 0, effort: float = 1.0
+    problem: PlanningProblem,
+    budget: int,
+    *,
+    start: States | None = None,
+    seed: int = 0,
+    effort: float = 1.0,
 ) -> FoundPlan:
-    """Find the cheapest plan with a peak of at most `budget` bytes, or the one with the smallest peak."""
-    return _PlanSearch(problem, budget, seed, effort).run()
+    """Find the cheapest plan with a peak of at most `budget` bytes, or the one with the smallest peak.
+
+    With `start`, the search only improves that plan.
+    """
+    return _PlanSearch(problem, budget, seed, effort).run(start)
 
 
 def build_groups(problem: PlanningProblem) -> list[tuple[int, ...]]:
@@ -80,10 +88,12 @@ class _PlanSearch:
         self._unit = max(problem.trace.seconds, 1e-9)
         self._best: tuple[Score, States] = ((math.inf, math.inf, math.inf), ())
 
-    def run(self) -> FoundPlan:
+    def run(self, start: States | None) -> FoundPlan:
         count = len(self._candidates)
         nothing: States = (0,) * count
-        if self._score(nothing)[0] > 0:
+        if start is not None:
+            self._improve(start)
+        elif self._score(nothing)[0] > 0:
             # Up to 4096 plans are searched exhaustively.
             if len(Treatment) ** count <= 4096:
                 for chosen in itertools.product(Treatment, repeat=count):
@@ -109,6 +119,10 @@ class _PlanSearch:
         for start in polished[: _STARTS - 1]:
             self._anneal(start, int(self._effort * 9000) // (_STARTS - 1))
         self._polish(self._regroup(self._best[1]))
+
+    def _improve(self, start: States) -> None:
+        self._anneal(self._polish(self._regroup(start)), int(self._effort * 9000))
+        self._polish(self._best[1])
 
     def _score(self, states: States) -> Score:
         """Score a plan: bytes over the budget at the peak, then over all events, then seconds."""
