@@ -106,7 +106,8 @@ def test_budgets_hold_in_resident_memory(preload):
         assert within["planned"] >= 6
         assert within["results"] == plain["results"]
         assert within["rise"] <= 1.10 * within["limit"]
-        assert within["seen"] <= 1.10 * within["limit"]
+        # The report covers the first planned step too, which learns what each operator takes.
+        assert 0.95 * within["rise"] <= within["seen"] <= 1.10 * within["limit"] + 2**24
         allowed = 0.6 * plain["rise"] if budget == 0.6 else 230e6
         assert within["rise"] <= 1.10 * allowed
 
