@@ -191,6 +191,8 @@ class ResidentLimit:
             before, now = now, return_freed_memory()
             self.trims += 1
             if before - now < self._least_gain:
-                self._least_gain *= 2  # the rest is alive: try less often
+                # The rest is alive: try less often, but below the limit soon enough to stay there.
+                most = self.rise // 16 if now <= self._limit else 2 * self._least_gain
+                self._least_gain = min(2 * self._least_gain, most)
             self._next_trim = now + self._least_gain
         self._event, self._last = event + 1, now
